@@ -1,1 +1,1 @@
-"""engine."""
+"""What both worker kinds share: model specs, weights, the decoder, sampler, block pool, scheduler, step loop, backends."""

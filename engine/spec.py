@@ -1,0 +1,185 @@
+"""A model's architecture as data, read from a Hugging Face config. A new dense family is a few lines here.
+
+A config key that changes the mathematics and is not implemented is refused by name: NEUTRAL lists such keys with the
+values that leave the decoder of `engine/model.py` right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding: base theta; the llama3 scaling when `factor` is set. Source: arXiv:2104.09864, Llama 3.1."""
+
+    theta: float
+    factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A pre-norm decoder with RMSNorm, rope, grouped-query attention and a gated SiLU MLP."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope: RopeSpec
+    max_model_len: int
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+
+
+def _llama(config: dict[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
+
+
+def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": True}
+
+
+def _qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias", False))
+    return {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
+
+
+def _mistral(config: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "LlamaForCausalLM": _llama,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "MistralForCausalLM": _mistral,
+}
+
+# key -> values that change nothing; a missing key is neutral, too
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "hidden_activation": ("silu", None),
+    "partial_rotary_factor": (1, None),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "logits_scaling": (1, None),
+    "logit_scale": (1, None),
+    "no_rope_layers": (None, []),
+    "rope_interleaved": (False, None),
+    "use_qk_norm": (False, None),
+    "clip_qkv": (None,),
+    "parallel_residual": (False, None),
+    "use_parallel_residual": (False, None),
+    "quantization_config": (None,),
+    "num_local_experts": (None, 0),
+    "num_experts": (None, 0),
+    "is_decoder": (True, False, None),
+    "cross_attention_layers": (None, []),
+    "attention_chunk_size": (None,),
+    "attn_temperature_tuning": (False, None),
+    "llama_4_scaling_beta": (None,),
+}
+
+
+def spec_from_config(config: dict[str, Any]) -> ModelSpec:
+    """Read a config in either of Hugging Face's forms (rope_theta + rope_scaling, or rope_parameters).
+
+    Raises ModelError naming the architecture or the key that is not implemented, or the key that is missing.
+    """
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture not in FAMILIES:
+        raise ModelError(f"architecture {architecture!r} is not implemented; these are: {', '.join(sorted(FAMILIES))}")
+    for key, neutral in NEUTRAL.items():
+        if key in config and config[key] not in neutral:
+            raise ModelError(f"config key {key} = {config[key]!r} is not implemented for {architecture}")
+    max_model_len = _positive(config, "max_position_embeddings")
+    _refuse_sliding_window(config, max_model_len)
+    num_heads = _positive(config, "num_attention_heads")
+    hidden_size = _positive(config, "hidden_size")
+    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise ModelError(f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}")
+    head_dim = config.get("head_dim") or hidden_size // num_heads
+    if head_dim % 2:
+        raise ModelError(f"head_dim = {head_dim} is odd: rope needs pairs")
+    return ModelSpec(
+        architecture=architecture,
+        vocab_size=_positive(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_positive(config, "intermediate_size"),
+        num_layers=_positive(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config, max_model_len),
+        max_model_len=max_model_len,
+        # Mistral's and Qwen's own defaults say untied; configs written by transformers always name the key
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        **FAMILIES[architecture](config),
+    )
+
+
+def _refuse_sliding_window(config: dict[str, Any], max_model_len: int) -> None:
+    window = config.get("sliding_window")
+    active = window is not None and window < max_model_len and config.get("use_sliding_window", True)
+    layer_types = config.get("layer_types")
+    if layer_types is not None:
+        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise ModelError(f"config key layer_types: {', '.join(sorted(unknown))} is not implemented")
+        active = active and "sliding_attention" in layer_types
+    if active:
+        raise ModelError(
+            f"config key sliding_window = {window} (below max_position_embeddings = {max_model_len}) is not implemented"
+        )
+
+
+def _rope(config: dict[str, Any], max_model_len: int) -> RopeSpec:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(v, dict) for v in scaling.values()):
+        raise ModelError("config key rope_parameters: a rope per layer type is not implemented")
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if scaling.get("partial_rotary_factor", 1) not in (1, None):
+        raise ModelError(f"config key partial_rotary_factor = {scaling['partial_rotary_factor']} is not implemented")
+    if kind == "default":
+        return RopeSpec(theta)
+    if kind == "llama3":
+        try:
+            return RopeSpec(
+                theta,
+                factor=float(scaling["factor"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+                original_max_position=int(scaling.get("original_max_position_embeddings") or max_model_len),
+            )
+        except KeyError as exc:
+            raise ModelError(f"config key rope_scaling: llama3 needs {exc.args[0]}") from exc
+    raise ModelError(f"config key rope_scaling: rope_type {kind!r} is not implemented (default and llama3 are)")
+
+
+def _positive(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"config key {key}: expected a positive integer, found {value!r}")
+    return value

@@ -1,0 +1,89 @@
+"""A GGUF file's metadata as a Hugging Face config, so that one reader of configs serves both formats. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ModelError
+from tandem.gguf_metadata import read_gguf_metadata
+
+# GGUF's architecture -> (HF architecture, model_type)
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+# tokens that end an answer beside EOS, where the file names them
+_END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")
+
+
+def read_gguf_config(path: Path) -> dict[str, Any]:
+    """Return the config in Hugging Face's terms.
+
+    Raises ModelError naming the architecture or metadata key that is missing or not implemented.
+    """
+    metadata = read_gguf_metadata(path)
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{path}: GGUF architecture {architecture!r} is not implemented; these are: {', '.join(ARCHITECTURES)}"
+        )
+    hf_architecture, model_type = ARCHITECTURES[architecture]
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{architecture}.{key}", default)
+
+    def need(key: str) -> Any:
+        value = get(key)
+        if value is None:
+            raise ModelError(f"{path}: metadata key {architecture}.{key} is missing")
+        return value
+
+    num_heads = need("attention.head_count")
+    head_dim = get("attention.key_length") or need("embedding_length") // num_heads
+    rotary = get("rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        raise ModelError(f"{path}: {architecture}.rope.dimension_count = {rotary} of {head_dim} is not implemented")
+    if get("expert_count", 0):
+        raise ModelError(f"{path}: {architecture}.expert_count: mixture of experts is not implemented")
+    if get("attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{path}: {architecture}.attention.value_length differs from key_length: not implemented")
+    config: dict[str, Any] = {
+        "architectures": [hf_architecture],
+        "model_type": model_type,
+        "hidden_size": need("embedding_length"),
+        "intermediate_size": need("feed_forward_length"),
+        "num_hidden_layers": need("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": get("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "max_position_embeddings": need("context_length"),
+        "vocab_size": get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", [])),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_ids(metadata) or None,
+        "sliding_window": get("attention.sliding_window"),
+        "hidden_act": "silu",
+    }
+    scaling = get("rope.scaling.type", "none")
+    if scaling != "none":
+        config["rope_scaling"] = {"rope_type": scaling, "factor": get("rope.scaling.factor", 1.0)}
+    return config
+
+
+def _end_ids(metadata: dict[str, Any]) -> list[int]:
+    ids = [metadata[key] for key in _END_KEYS if metadata.get(key) is not None]
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    kinds = metadata.get("tokenizer.ggml.token_type", [])
+    control = 3
+    if not ids:
+        return []
+    for text in _END_TOKENS:
+        if text in tokens:
+            token_id = tokens.index(text)
+            if token_id < len(kinds) and kinds[token_id] == control:
+                ids.append(token_id)
+    return list(dict.fromkeys(ids))
