@@ -18,3 +18,8 @@ def state_dir() -> Path:
     if explicit := os.environ.get("TANDEM_STATE"):
         return Path(explicit)
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tandem"
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Return the environment for a child process: this one's, with changes."""
+    return {**os.environ, **changes}

@@ -182,3 +182,11 @@ class WatchDirectoryResponse(_message.Message):
     prefill_target: int
     decode_target: int
     def __init__(self, controller_incarnation: _Optional[int] = ..., sequence: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., prefill_target: _Optional[int] = ..., decode_target: _Optional[int] = ...) -> None: ...
+
+class ShutdownRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ShutdownResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -65,6 +65,11 @@ class ClusterServiceStub:
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.WatchDirectoryRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.WatchDirectoryResponse.FromString,
                 _registered_method=True)
+        self.Shutdown = channel.unary_unary(
+                '/tandem.v1.ClusterService/Shutdown',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ShutdownRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ShutdownResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -111,6 +116,13 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Shutdown(self, request, context):
+        """Stops every actor of the cluster, without waiting for streams, then the controller itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.WatchDirectory,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.WatchDirectoryRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.WatchDirectoryResponse.SerializeToString,
+            ),
+            'Shutdown': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shutdown,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ShutdownRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ShutdownResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +325,33 @@ class ClusterService:
             '/tandem.v1.ClusterService/WatchDirectory',
             tandem_dot_v1_dot_cluster__pb2.WatchDirectoryRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.WatchDirectoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shutdown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.ClusterService/Shutdown',
+            tandem_dot_v1_dot_cluster__pb2.ShutdownRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ShutdownResponse.FromString,
             options,
             channel_credentials,
             insecure,

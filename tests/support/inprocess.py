@@ -1,0 +1,216 @@
+"""A whole cluster in this process for end-to-end tests: router and workers with real gRPC and real sockets on loopback.
+
+    async with InProcessCluster(config, files, prefill=1, decode=1) as cluster:
+        stream = await cluster.generate([1, 2, 3], max_tokens=8)
+        assert stream.token_ids == [...]
+
+Every stream goes through a StreamChecker (I1 to I4). Leaving the block checks that every worker is back to the levels
+that it had after a warm-up request (I5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from router.app import RouterApp
+from router.directory import StaticDirectory
+from tandem.config import ClusterConfig, load_config
+from tandem.model_files import ModelFiles
+from tandem.model_info import read_model_info
+from tandem.stream_checker import Baseline, StreamChecker, wait_for_baseline
+from tandem.tokenizer import Tokenizer
+from tandem.types import Directory, Role, WorkerInfo
+from tandem.v1 import generation_pb2 as pb
+from tandem.v1 import generation_pb2_grpc as rpc
+from tandem.v1 import worker_pb2
+from tandem.v1 import worker_pb2_grpc as worker_rpc
+from tandem.wire import secret_metadata
+from worker.host import WorkerHost
+from worker.served_model import RunnerFactory
+
+SECRET = "secret of the tests"
+REQUEST_TIMEOUT_S = 60.0
+BASELINE_TIMEOUT_S = 15.0
+
+
+def test_config(**settings: object) -> ClusterConfig:
+    """Small numbers and NaN-filled grants; `settings` are dotted keys with `__` for the dot."""
+    defaults: dict[str, object] = {
+        "engine.block_size": 4,
+        "engine.num_blocks": 256,
+        "engine.chunk_size": 16,
+        "engine.num_threads": 1,
+        "engine.nan_fill": True,
+        "router.grpc_port": 0,
+    }
+    return load_config(None, {**defaults, **{key.replace("__", "."): value for key, value in settings.items()}})
+
+
+test_config.__test__ = False  # type: ignore[attr-defined]
+
+
+class InProcessCluster:
+    """Router, prefill and decode workers. `prefill=0` serves aggregated."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        files: ModelFiles,
+        *,
+        prefill: int = 1,
+        decode: int = 1,
+        runner_factory: RunnerFactory | None = None,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self._config = config
+        self._files = files
+        self._roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
+        self._runner_factory = runner_factory
+        self._tokenizer = tokenizer
+        self._stack = AsyncExitStack()
+        self._baselines: list[Baseline] = []
+        self.hosts: list[WorkerHost] = []
+        self.workers: list[WorkerInfo] = []
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        for number, role in enumerate(self._roles):
+            host = WorkerHost(
+                role, f"{role.value}-{number}", self._config, self._files, SECRET, runner_factory=self._runner_factory
+            )
+            self._stack.push_async_callback(host.stop)
+            self.workers.append(await host.start())
+            self.hosts.append(host)
+        directory = StaticDirectory(
+            Directory(
+                workers=tuple(self.workers),
+                prefill_target=self._roles.count(Role.PREFILL),
+                decode_target=self._roles.count(Role.DECODE),
+            )
+        )
+        info = read_model_info(self._files, self._config.model)
+        router = RouterApp(self._config, info, self._tokenizer, directory, SECRET)
+        address = await router.start()
+        self._stack.push_async_callback(router.stop, 1.0)
+        channel = grpc.aio.insecure_channel(address)
+        self._stack.push_async_callback(channel.close)
+        self._generation = rpc.GenerationServiceStub(channel)
+        await self.generate([1], max_tokens=2, ignore_eos=True)  # dials what stays open between requests
+        for number in range(len(self.hosts)):
+            self._baselines.append(await self._idle_levels(number))
+
+    async def _idle_levels(self, number: int) -> Baseline:
+        """Levels of a worker once it is idle; the router's releases may be under way still."""
+        async with asyncio.timeout(BASELINE_TIMEOUT_S):
+            while True:
+                stats = self.hosts[number].stats()
+                if stats.num_attempts == 0 and stats.load.num_running == 0 and stats.load.num_waiting == 0:
+                    return Baseline.of(stats)
+                await asyncio.sleep(0.01)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                await self.assert_baseline()
+        finally:
+            await self._stack.aclose()
+
+    # ---- requests
+
+    def request(
+        self, prompt: Sequence[int] | str, *, stop: Sequence[str] = (), request_id: str = "", **sampling: object
+    ) -> pb.GenerateRequest:
+        """A greedy request unless `temperature` is given."""
+        sampling.setdefault("temperature", 0.0)
+        request = pb.GenerateRequest(
+            request_id=request_id,
+            sampling=pb.SamplingParams(stop=stop, **sampling),  # type: ignore[arg-type]
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        return request
+
+    def call(
+        self, request: pb.GenerateRequest, timeout_s: float = REQUEST_TIMEOUT_S
+    ) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]:
+        """The bare call, for what `generate` does not do."""
+        return self._generation.Generate(request, timeout=timeout_s)
+
+    async def generate(
+        self,
+        prompt: Sequence[int] | str,
+        *,
+        references: Mapping[int, Sequence[int]] | None = None,
+        cancel_after: int | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+        **request: object,
+    ) -> StreamChecker:
+        """Run one request to its end, or cancel it after so many tokens; every response is checked.
+
+        Raises grpc.aio.AioRpcError (after checking that the stream ended properly) for a request that failed.
+        """
+        message = self.request(prompt, **request)  # type: ignore[arg-type]
+        checker = StreamChecker(
+            max_tokens=message.sampling.max_tokens if message.sampling.HasField("max_tokens") else None,
+            num_prompt_tokens=len(prompt) if not isinstance(prompt, str) else None,
+            references=references,
+        )
+        call = self.call(message, timeout_s)
+        try:
+            if cancel_after == 0:
+                call.cancel()
+            async for response in call:
+                checker.accept(response)
+                if cancel_after and len(checker.token_ids) >= cancel_after:
+                    call.cancel()
+        except asyncio.CancelledError:
+            if not call.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            checker.fail("cancelled")
+        except grpc.aio.AioRpcError as exc:
+            checker.fail(f"{exc.code().name}: {exc.details()}")
+            checker.close()
+            raise
+        checker.close()
+        return checker
+
+    # ---- workers
+
+    def stats(self, role: Role) -> list[worker_pb2.GetStatsResponse]:
+        """Stats of all workers of a role."""
+        return [host.stats() for host, r in zip(self.hosts, self._roles, strict=True) if r is role]
+
+    async def stats_over_grpc(self, worker: WorkerInfo, secret: str = SECRET) -> worker_pb2.GetStatsResponse:
+        """GetStats as another process would ask."""
+        async with grpc.aio.insecure_channel(worker.endpoint.address) as channel:
+            stub = worker_rpc.WorkerServiceStub(channel)
+            return await stub.GetStats(
+                worker_pb2.GetStatsRequest(), metadata=secret_metadata(secret), timeout=REQUEST_TIMEOUT_S
+            )
+
+    async def assert_baseline(self) -> None:
+        """I5: every worker is back to what it held before the test's requests."""
+        for host, baseline in zip(self.hosts, self._baselines, strict=True):
+
+            async def get_stats(host: WorkerHost = host) -> worker_pb2.GetStatsResponse:
+                return host.stats()
+
+            await wait_for_baseline(baseline, get_stats, timeout_s=BASELINE_TIMEOUT_S)
