@@ -117,16 +117,14 @@ class Decoder:
         x = F.embedding(token_ids, weights.embedding)  # [T, H]
         for i, layer in enumerate(weights.layers):
             x = x + self._attend(i, layer, rms_norm(x, layer.attention_norm, spec.norm_eps), cos, sin, attention)
-            gate, up = F.linear(
-                rms_norm(x, layer.mlp_norm, spec.norm_eps), layer.gate_up, layer.gate_up_bias
-            ).chunk(2, dim=-1)
+            gate, up = F.linear(rms_norm(x, layer.mlp_norm, spec.norm_eps), layer.gate_up, layer.gate_up_bias).chunk(
+                2, dim=-1
+            )
             x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
         x = rms_norm(x[sampled], weights.norm, spec.norm_eps)
         return F.linear(x, weights.lm_head).float()
 
-    def _attend(
-        self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention
-    ) -> Tensor:
+    def _attend(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         spec = self._spec
         q, k, v = F.linear(x, layer.qkv, layer.qkv_bias).split((self._q_size, self._kv_size, self._kv_size), dim=-1)
         q = q.view(-1, spec.num_heads, spec.head_dim)

@@ -24,9 +24,7 @@ from tandem.layout import KVLayout
 class CpuRunner:
     """Runs steps of one model over one pool; see engine.runner.Runner."""
 
-    def __init__(
-        self, model: LoadedModel, kv: memoryview, num_blocks: int, layout: KVLayout, num_threads: int
-    ) -> None:
+    def __init__(self, model: LoadedModel, kv: memoryview, num_blocks: int, layout: KVLayout, num_threads: int) -> None:
         """`kv`: at least num_blocks * layout.block_nbytes writable bytes, which must outlive the runner."""
         self._decoder = Decoder(model.spec, model.weights)
         self._layout = layout
@@ -61,9 +59,7 @@ class CpuRunner:
         )
         if not sampling_rows:
             return [None] * len(batch.rows)
-        params = [
-            (s.row.sampling, uniform(s.row.sampling.seed, s.row.key.key.choice, s.end)) for s in sampling_rows
-        ]
+        params = [(s.row.sampling, uniform(s.row.sampling.seed, s.row.key.key.choice, s.end)) for s in sampling_rows]
         chosen = iter(sample(logits, params))
         return [next(chosen) if s.samples else None for s in batch.rows]
 

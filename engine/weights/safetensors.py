@@ -65,7 +65,9 @@ class SafetensorsSource:
         self._read.add(name)
         tensor: Tensor = self._where[name].get_tensor(name)
         if not tensor.is_floating_point():
-            raise ModelError(f"{self._folder}: tensor {name} is {tensor.dtype}: quantized checkpoints are not implemented")
+            raise ModelError(
+                f"{self._folder}: tensor {name} is {tensor.dtype}: quantized checkpoints are not implemented"
+            )
         return tensor
 
     def unread(self) -> list[str]:

@@ -408,12 +408,14 @@ class ChannelResponse(_message.Message):
     def __init__(self, decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., attempt: _Optional[_Union[AttemptKey, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("capability", "first_token_wanted")
+    __slots__ = ("capability", "first_token_wanted", "checksum")
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_WANTED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     capability: bytes
     first_token_wanted: int
-    def __init__(self, capability: _Optional[bytes] = ..., first_token_wanted: _Optional[int] = ...) -> None: ...
+    checksum: bool
+    def __init__(self, capability: _Optional[bytes] = ..., first_token_wanted: _Optional[int] = ..., checksum: _Optional[bool] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("chunk", "block_ids", "generations", "first_token", "num_tokens", "checksum", "last")
