@@ -1,1 +1,1 @@
-"""bench."""
+"""Measurements: every figure in README and docs comes from a command of this package."""

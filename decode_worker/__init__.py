@@ -1,1 +1,1 @@
-"""decode_worker."""
+"""⑧ The decode role: reservations, joining the batch, publishing steps. `role.py` decides, `build.py` wires."""

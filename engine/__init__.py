@@ -1,1 +1,1 @@
-"""What both worker kinds share: model specs, weights, the decoder, sampler, block pool, scheduler, step loop, backends."""
+"""What both worker kinds share: specs, weights, the decoder, sampler, block pool, scheduler, step loop, backends."""

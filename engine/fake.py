@@ -52,5 +52,8 @@ class FakeRunner:
             state = state * np.uint64(31) + np.bitwise_xor.reduce(used * np.uint64(_MIX | 1), axis=None)
             weights = np.arange(1, used.size + 1, dtype=np.uint64)
             state = state + (used.ravel() * weights).sum(dtype=np.uint64)
-        mixed = int(state) & _MASK
-        return ((mixed ^ (mixed >> 29)) * _MIX & _MASK) % self._vocab_size
+        # the high bits of the product depend on every bit of the state, the low ones only on its low ones
+        mixed = int(state)
+        mixed = (mixed ^ (mixed >> 32)) * _MIX & _MASK
+        mixed = (mixed ^ (mixed >> 32)) * _MIX & _MASK
+        return (mixed >> 32) % self._vocab_size

@@ -118,13 +118,14 @@ def _build(spec: ModelSpec, source: TensorSource, dtype: torch.dtype, path: Path
         layers=tuple(layer(i) for i in range(spec.num_layers)),
         norm=get("model.norm.weight", hidden),
         lm_head=embedding if spec.tie_embeddings else get("lm_head.weight", spec.vocab_size, hidden),
-        rope_factors=source.get("rope_freqs.weight").float() if "rope_freqs.weight" in source else None,
+        rope_factors=optional(
+            "rope_freqs.weight" in source, lambda: get("rope_freqs.weight", spec.head_dim // 2).float()
+        ),
     )
     unused = sorted(name for name in source.unread() if not name.endswith("rotary_emb.inv_freq"))
     if spec.tie_embeddings:
         unused = [name for name in unused if name != "lm_head.weight"]
     if unused:
-        raise ModelError(
-            f"{path}: {len(unused)} tensors are not part of {spec.architecture} as implemented here, such as {unused[0]}"
-        )
+        known = f"{spec.architecture} as implemented here"
+        raise ModelError(f"{path}: {len(unused)} tensors are not part of {known}, such as {unused[0]}")
     return weights

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - torch's own abbreviation
+from torch.nn import functional as F
 
 from engine.spec import ModelSpec, RopeSpec
 
@@ -33,7 +33,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding and lm_head `[vocab, hidden]` (one tensor when tied); rope_factors `[head_dim / 2]` divide the frequencies."""
+    """embedding, lm_head: `[vocab, hidden]`, one tensor when tied; rope_factors `[head_dim / 2]` divide the frequencies."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -74,9 +74,9 @@ def rope_frequencies(rope: RopeSpec, head_dim: int, factors: Tensor | None = Non
     return torch.where((wavelengths <= low) & (wavelengths >= high), blended, scaled)
 
 
-def rope_table(frequencies: Tensor, max_model_len: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, `[max_model_len, head_dim]` each, computed in float32."""
-    angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
+def rope_angles(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cos and sin, `[num_tokens, 1, head_dim]` each, computed in float32 as the checkpoints were trained."""
+    angles = torch.outer(positions.float(), frequencies).unsqueeze(1)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -102,10 +102,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
         self._spec = spec
         self._weights = weights
-        frequencies = rope_frequencies(spec.rope, spec.head_dim, weights.rope_factors)
-        self._cos, self._sin = rope_table(frequencies, spec.max_model_len, weights.embedding.dtype)
-        self._q_size = spec.num_heads * spec.head_dim
-        self._kv_size = spec.num_kv_heads * spec.head_dim
+        self._frequencies = rope_frequencies(spec.rope, spec.head_dim, weights.rope_factors)
 
     def forward(self, token_ids: Tensor, positions: Tensor, sampled: Tensor, attention: Attention) -> Tensor:
         """Compute logits `[num_sampled, vocab]` in float32.
@@ -113,23 +110,22 @@ class Decoder:
         token_ids, positions: `[num_tokens]` int64; sampled: indices of the tokens whose logits are wanted.
         """
         spec, weights = self._spec, self._weights
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)  # [T, 1, D]
+        cos, sin = rope_angles(self._frequencies, positions, weights.embedding.dtype)
         x = F.embedding(token_ids, weights.embedding)  # [T, H]
         for i, layer in enumerate(weights.layers):
             x = x + self._attend(i, layer, rms_norm(x, layer.attention_norm, spec.norm_eps), cos, sin, attention)
-            gate, up = F.linear(rms_norm(x, layer.mlp_norm, spec.norm_eps), layer.gate_up, layer.gate_up_bias).chunk(
-                2, dim=-1
-            )
+            y = F.linear(rms_norm(x, layer.mlp_norm, spec.norm_eps), layer.gate_up, layer.gate_up_bias)
+            gate, up = y.chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
         x = rms_norm(x[sampled], weights.norm, spec.norm_eps)
         return F.linear(x, weights.lm_head).float()
 
     def _attend(self, i: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         spec = self._spec
-        q, k, v = F.linear(x, layer.qkv, layer.qkv_bias).split((self._q_size, self._kv_size, self._kv_size), dim=-1)
-        q = q.view(-1, spec.num_heads, spec.head_dim)
-        k = k.view(-1, spec.num_kv_heads, spec.head_dim)
-        v = v.view(-1, spec.num_kv_heads, spec.head_dim)
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        q = qkv[:, : spec.num_heads]
+        k = qkv[:, spec.num_heads : -spec.num_kv_heads]
+        v = qkv[:, -spec.num_kv_heads :]
         if layer.query_norm is not None and layer.key_norm is not None:
             q = rms_norm(q, layer.query_norm, spec.norm_eps)
             k = rms_norm(k, layer.key_norm, spec.norm_eps)

@@ -1,6 +1,7 @@
 """From logits to a token: greedy or one seeded draw per (seed, choice, position), whatever else is in the batch.
 
-Order of the filters: temperature, top_k, top_p, min_p. The draw walks the remaining tokens from the most likely one.
+Order of the filters: temperature, top_k, top_p, min_p. The draw walks the remaining tokens in order of their ids: in
+order of likelihood, a last bit of rounding between two batches would swap neighbours, and so the token that is drawn.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 from tandem.types import Sampling
 
 _MASK = (1 << 64) - 1
+_LEAST_TEMPERATURE = 1e-30
+_FEW = 256
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -49,23 +52,34 @@ def sample(logits: Tensor, params: Sequence[tuple[Sampling, float]]) -> list[int
 def draw(logits: Tensor, sampling: Sampling, u: float) -> int:
     """Draw from one row `[vocab]` by inverting the cumulative distribution of what the filters leave."""
     # shifted by the maximum first: a tiny temperature then gives -inf beside 0, never inf - inf
-    scaled = (logits.double() - logits.max()) / max(sampling.temperature, 1e-30)
-    if 0 < sampling.top_k < scaled.numel():
-        # a stable sort by value alone would not do for topk: it may break ties in any order
-        values, ids = scaled.sort(descending=True, stable=True)
-        values, ids = values[: sampling.top_k], ids[: sampling.top_k]
-    else:
-        values, ids = scaled.sort(descending=True, stable=True)
-    probabilities = values.softmax(dim=0)
-    if sampling.top_p < 1:
-        # keep the smallest set whose mass reaches top_p: a token stays while the mass before it is below
-        before = probabilities.cumsum(dim=0) - probabilities
-        probabilities = probabilities.where(before < sampling.top_p, 0.0)
-        probabilities[0] = probabilities[0].clamp_min(1e-300)
+    weights = ((logits.double() - logits.max()) / max(sampling.temperature, _LEAST_TEMPERATURE)).exp()
+    ids = _kept(weights, sampling)
+    kept = weights[ids] if ids is not None else weights
     if sampling.min_p > 0:
-        probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities[0], 0.0)
-    cumulative = probabilities.cumsum(dim=0)
+        kept = kept.where(kept >= sampling.min_p, 0.0)  # the likeliest token weighs 1
+    cumulative = kept.cumsum(dim=0)
     index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    # u < 1, but the product may round up to the last sum: step back to the last token with any mass
-    last = int(probabilities.nonzero()[-1])
-    return int(ids[min(index, last)])
+    # u < 1, but the product may round up to the last sum: step back to the last token with any weight
+    index = min(index, int(kept.nonzero()[-1]))
+    return index if ids is None else int(ids[index])
+
+
+def _kept(weights: Tensor, sampling: Sampling) -> Tensor | None:
+    """Return the ids that top_k and top_p leave, ascending; None for all."""
+    top_k = sampling.top_k if 0 < sampling.top_k < len(weights) else len(weights)
+    if sampling.top_p >= 1:
+        return None if top_k == len(weights) else _likeliest(weights, top_k).sort().values
+    mass = weights[_likeliest(weights, top_k)].sum() if top_k < len(weights) else weights.sum()
+    # the smallest set whose mass reaches top_p; it is nearly always small, so the whole vocabulary is rarely sorted
+    ids = _likeliest(weights, min(_FEW, top_k))
+    if weights[ids].sum() < sampling.top_p * mass:
+        ids = _likeliest(weights, top_k)
+    num_kept = int((weights[ids].cumsum(dim=0) < sampling.top_p * mass).sum()) + 1
+    return ids[:num_kept].sort().values
+
+
+def _likeliest(weights: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest weights, largest first, ties by the smaller id (which topk does not promise)."""
+    least = weights.topk(count).values[-1]
+    ids = (weights >= least).nonzero().squeeze(1)
+    return ids[weights[ids].sort(descending=True, stable=True).indices][:count]

@@ -44,7 +44,8 @@ def schedule(rows: Iterable[Row], *, chunk_size: int, max_num_seqs: int) -> Batc
     """Choose the next step's batch from rows in order of arrival; None when there is nothing to do.
 
     Decoding rows come first, so that a long prompt delays them by one chunk at most. Prompts share what is left of
-    `chunk_size` tokens; a full house of decoding rows leaves one prompt token a step, so that prompts still move.
+    `chunk_size` tokens, and have one token even when as many rows decode, so that they still move. With `max_num_seqs`
+    rows decoding, prompts wait for one of them to end.
     """
     decoding: list[ScheduledRow] = []
     prompts: list[Row] = []

@@ -6,6 +6,7 @@ values that leave the decoder of `engine/model.py` right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,13 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "MistralForCausalLM": _mistral,
 }
 
+# what the classes of Hugging Face assume where a config is silent, beside what is the same for all of them
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+}
+
 # key -> values that change nothing; a missing key is neutral, too
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -108,17 +116,18 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
     architecture = (config.get("architectures") or [None])[0]
     if architecture not in FAMILIES:
         raise ModelError(f"architecture {architecture!r} is not implemented; these are: {', '.join(sorted(FAMILIES))}")
+    config = DEFAULTS.get(architecture, {}) | config
     for key, neutral in NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise ModelError(f"config key {key} = {config[key]!r} is not implemented for {architecture}")
     max_model_len = _positive(config, "max_position_embeddings")
-    _refuse_sliding_window(config, max_model_len)
+    _refuse_sliding_window(config, max_model_len, switched="use_sliding_window" in DEFAULTS.get(architecture, {}))
     num_heads = _positive(config, "num_attention_heads")
     hidden_size = _positive(config, "hidden_size")
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
+    num_kv_heads = _positive(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise ModelError(f"num_attention_heads = {num_heads} is no multiple of num_key_value_heads = {num_kv_heads}")
-    head_dim = config.get("head_dim") or hidden_size // num_heads
+    head_dim = _positive(config, "head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise ModelError(f"head_dim = {head_dim} is odd: rope needs pairs")
     return ModelSpec(
@@ -130,18 +139,18 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config, max_model_len),
         max_model_len=max_model_len,
-        # Mistral's and Qwen's own defaults say untied; configs written by transformers always name the key
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         **FAMILIES[architecture](config),
     )
 
 
-def _refuse_sliding_window(config: dict[str, Any], max_model_len: int) -> None:
+def _refuse_sliding_window(config: dict[str, Any], max_model_len: int, *, switched: bool) -> None:
+    """`switched`: whether the family has a key that turns the window on."""
     window = config.get("sliding_window")
-    active = window is not None and window < max_model_len and config.get("use_sliding_window", True)
+    active = window is not None and window < max_model_len and (not switched or bool(config["use_sliding_window"]))
     layer_types = config.get("layer_types")
     if layer_types is not None:
         unknown = set(layer_types) - {"full_attention", "sliding_attention"}
@@ -156,30 +165,36 @@ def _refuse_sliding_window(config: dict[str, Any], max_model_len: int) -> None:
 
 def _rope(config: dict[str, Any], max_model_len: int) -> RopeSpec:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelError(f"config key rope_scaling: expected an object, found {scaling!r}")
     if any(isinstance(v, dict) for v in scaling.values()):
         raise ModelError("config key rope_parameters: a rope per layer type is not implemented")
-    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = _number(scaling, "rope_theta", _number(config, "rope_theta", 10000.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if scaling.get("partial_rotary_factor", 1) not in (1, None):
         raise ModelError(f"config key partial_rotary_factor = {scaling['partial_rotary_factor']} is not implemented")
     if kind == "default":
         return RopeSpec(theta)
     if kind == "llama3":
-        try:
-            return RopeSpec(
-                theta,
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_max_position=int(scaling.get("original_max_position_embeddings") or max_model_len),
-            )
-        except KeyError as exc:
-            raise ModelError(f"config key rope_scaling: llama3 needs {exc.args[0]}") from exc
+        return RopeSpec(
+            theta,
+            factor=_number(scaling, "factor"),
+            low_freq_factor=_number(scaling, "low_freq_factor"),
+            high_freq_factor=_number(scaling, "high_freq_factor"),
+            original_max_position=_positive(scaling, "original_max_position_embeddings", max_model_len),
+        )
     raise ModelError(f"config key rope_scaling: rope_type {kind!r} is not implemented (default and llama3 are)")
 
 
-def _positive(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
+def _positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = default if config.get(key) is None else config[key]
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"config key {key}: expected a positive integer, found {value!r}")
     return value
+
+
+def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = default if config.get(key) is None else config[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ModelError(f"config key {key}: expected a positive number, found {value!r}")
+    return float(value)

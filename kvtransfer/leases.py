@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from tandem.types import AttemptKey
@@ -18,24 +19,30 @@ class LeaseTable:
         self._clock = clock
         self._granted_at: dict[AttemptKey, float] = {}
         self._renewed_at: dict[int, float] = {}
+        self._num_of: Counter[int] = Counter()  # leases per router
 
     def __len__(self) -> int:
         return len(self._granted_at)
 
     def grant(self, attempt: AttemptKey) -> None:
         """Start the attempt's lease now."""
+        if attempt not in self._granted_at:
+            self._num_of[attempt.router_incarnation] += 1
         self._granted_at[attempt] = self._clock()
 
     def renew_all(self, router_incarnation: int) -> None:
         """A message of this router arrived: all of its leases start anew."""
-        self._renewed_at[router_incarnation] = self._clock()
+        if router_incarnation in self._num_of:
+            self._renewed_at[router_incarnation] = self._clock()
 
     def end(self, attempt: AttemptKey) -> None:
         """Forget the attempt; idempotent."""
         if self._granted_at.pop(attempt, None) is None:
             return
         router = attempt.router_incarnation
-        if all(other.router_incarnation != router for other in self._granted_at):
+        self._num_of[router] -= 1
+        if not self._num_of[router]:
+            del self._num_of[router]
             self._renewed_at.pop(router, None)
 
     def holds(self, attempt: AttemptKey) -> bool:
@@ -47,5 +54,6 @@ class LeaseTable:
         return [attempt for attempt in self._granted_at if self._has_run_out(attempt)]
 
     def _has_run_out(self, attempt: AttemptKey) -> bool:
-        since = max(self._granted_at[attempt], self._renewed_at.get(attempt.router_incarnation, 0.0))
+        granted_at = self._granted_at[attempt]
+        since = max(granted_at, self._renewed_at.get(attempt.router_incarnation, granted_at))
         return self._clock() - since >= self._lease_s

@@ -61,10 +61,10 @@ class PoolRegion:
             mapped = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
             fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL)
             np.frombuffer(mapped, dtype=np.uint8)[:: mmap.PAGESIZE] = 0  # first touch now, not in the first request
+            return cls(layout, num_blocks, fd, mapped)
         except BaseException:
             os.close(fd)
             raise
-        return cls(layout, num_blocks, fd, mapped)
 
     def open_read_only(self) -> int:
         """Return a new descriptor for a peer, opened for reading only; the caller closes it."""
@@ -86,9 +86,9 @@ class PoolRegion:
             return
         os.close(self._fd)
         self._fd = -1
-        self.buffer.release()
         del self.generations
         try:
+            self.buffer.release()
             self._map.close()
         except BufferError:
             log.debug("views of the pool are still held; it is unmapped with the last of them")

@@ -1,1 +1,1 @@
-"""prefill_worker."""
+"""⑤ The prefill role: prefill in chunks, the first token, ⑥ offers. `role.py` decides, `build.py` wires."""

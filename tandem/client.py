@@ -271,7 +271,7 @@ def _field(metadata: Mapping[str, Any], details: str) -> str:
         for detail in status_pb2.Status.FromString(packed).details:
             bad_request = error_details_pb2.BadRequest()
             if detail.Unpack(bad_request) and bad_request.field_violations:
-                return bad_request.field_violations[0].field
+                return str(bad_request.field_violations[0].field)
     return details.partition(": ")[0]
 
 

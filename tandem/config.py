@@ -70,6 +70,7 @@ class RouterConfig(_Section):
     host: str = "127.0.0.1"
     grpc_port: int = Field(50051, ge=0, le=65535, description="0: any free port")
     max_queue: int = Field(256, ge=1, description="requests that wait for a worker")
+    queue_ttl_s: float = Field(120.0, gt=0, description="patience while no worker of a needed pool is up")
     max_streams: int = Field(1024, ge=1, description="live requests")
     slow_reader_tokens: int = Field(1024, ge=1, description="undelivered tokens before a stalled client is ended")
     max_tokens_cap: int = Field(1_000_000, ge=1)

@@ -1,19 +1,21 @@
-"""GGUF files through the `gguf` package: dequantized to float32, names and head order as in Hugging Face's Llama."""
+"""GGUF files, dequantized to float32 by the `gguf` package; names and head order as in Hugging Face's Llama."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
-from gguf.quants import dequantize
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quant_shape_to_byte_shape
 from torch import Tensor
 
 from engine.spec import ModelSpec
 from tandem.errors import ModelError
+from tandem.gguf_metadata import GGUFHeader, GGUFTensor, read_gguf_header
 
 READABLE = (
     GGMLQuantizationType.F32,
@@ -47,23 +49,19 @@ _LAYER = {
 @contextmanager
 def open_gguf(path: Path, spec: ModelSpec) -> Iterator[GGUFSource]:
     """Map the file. Raises ModelError when it is damaged."""
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, OSError, IndexError, KeyError) as exc:
-        raise ModelError(f"{path}: not a readable GGUF file ({exc})") from exc
-    yield GGUFSource(path, reader, spec)
+    yield GGUFSource(path, read_gguf_header(path), spec)
 
 
 class GGUFSource:
     """See TensorSource."""
 
-    def __init__(self, path: Path, reader: GGUFReader, spec: ModelSpec) -> None:
+    def __init__(self, path: Path, header: GGUFHeader, spec: ModelSpec) -> None:
         self._path = path
-        self._tensors: dict[str, ReaderTensor] = {_hf_name(t.name): t for t in reader.tensors}
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
+        self._tensors = {_hf_name(t.name): t for t in header.tensors}
         self._read: set[str] = set()
-        architecture = reader.get_field("general.architecture")
         # the converters of Llama and Mistral reorder the rows of Q and K for an interleaved rope
-        permuted = architecture is not None and architecture.contents() == "llama"
+        permuted = header.metadata.get("general.architecture") == "llama"
         self._heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if permuted else {}
 
     def __contains__(self, name: str) -> bool:
@@ -73,15 +71,30 @@ class GGUFSource:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ModelError(f"{self._path}: tensor {name} is missing")
-        if tensor.tensor_type not in READABLE:
-            readable = ", ".join(t.name for t in READABLE)
-            raise ModelError(f"{self._path}: {tensor.name} is {tensor.tensor_type.name}; these are read: {readable}")
         self._read.add(name)
-        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        values = self._dequantize(tensor)
         heads = self._heads.get(name.split(".")[-2])
         if heads is not None:
             values = unpermute(values, heads)
-        return torch.from_numpy(np.ascontiguousarray(values))
+        # a copy where the values still lie in the mapped file: weights must not change with it
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"]))
+
+    def _dequantize(self, tensor: GGUFTensor) -> np.ndarray:
+        kind = next((t for t in READABLE if t == tensor.type_id), None)
+        if kind is None:
+            known = {t.value: t.name for t in GGMLQuantizationType}
+            name, readable = known.get(tensor.type_id, f"type {tensor.type_id}"), ", ".join(t.name for t in READABLE)
+            raise ModelError(f"{self._path}: {tensor.name} is {name}; these are read: {readable}")
+        try:
+            shape = quant_shape_to_byte_shape(tensor.shape, kind)
+        except ValueError as exc:
+            raise ModelError(f"{self._path}: {tensor.name}: {exc}") from exc
+        end = tensor.offset + math.prod(shape)
+        if end > len(self._bytes):
+            raise ModelError(f"{self._path}: cut short, {tensor.name} ends at byte {end}; fetch the file again")
+        # one long row: the package goes over rows by sixteens, in Python
+        values: np.ndarray = dequantize(self._bytes[tensor.offset : end].reshape(1, -1), kind).reshape(tensor.shape)
+        return values
 
     def unread(self) -> list[str]:
         return [self._tensors[name].name for name in self._tensors if name not in self._read]

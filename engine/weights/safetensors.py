@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -14,14 +15,23 @@ from tandem.errors import ModelError
 from tandem.model_files import read_json
 
 INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weights files, sorted. Raises ModelError when there are none or one that the index names is missing."""
+    """Return the folder's weights files, sorted. Raises ModelError when there are none, or not all that the index names.
+
+    An index goes before model.safetensors, and both before other files, which may hold the same weights once more.
+    """
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        paths = [folder / Path(str(name)).name for name in names]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index}: weight_map is missing")
+        paths = sorted({folder / Path(str(name)).name for name in weight_map.values()})
+    elif (folder / WHOLE).is_file():
+        paths = [folder / WHOLE]
     else:
         paths = sorted(folder.glob("*.safetensors"))
     if not paths:
@@ -64,7 +74,7 @@ class SafetensorsSource:
             raise ModelError(f"{self._folder}: tensor {name} is missing")
         self._read.add(name)
         tensor: Tensor = self._where[name].get_tensor(name)
-        if not tensor.is_floating_point():
+        if tensor.dtype not in READABLE:
             raise ModelError(
                 f"{self._folder}: tensor {name} is {tensor.dtype}: quantized checkpoints are not implemented"
             )

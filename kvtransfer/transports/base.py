@@ -6,6 +6,8 @@ Control messages (offers, acks, commits) never travel here.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +15,7 @@ from typing import Protocol
 import xxhash
 
 from kvtransfer.region import PoolRegion
+from tandem.errors import KVTransferError
 from tandem.types import PeerEndpoint
 
 
@@ -62,7 +65,10 @@ class Transport(Protocol):
     name: str
 
     async def connect(self, peer: PeerEndpoint, deadline: float) -> None:
-        """Reach the peer before `deadline` (monotonic). Raises KVTransferError; LayoutMismatch when its pool differs."""
+        """Reach the peer before `deadline` (monotonic).
+
+        Raises KVTransferError; LayoutMismatch when its pool differs (tcp learns of that at the first fetch only).
+        """
         ...
 
     async def fetch(
@@ -71,7 +77,7 @@ class Transport(Protocol):
         """Copy the chunk's blocks into own blocks, in a side thread; return only when nothing writes them any more.
 
         Raises CorruptBlock when a generation or the checksum is not what was offered, KVTransferError when the peer
-        refuses, is gone, or the deadline (monotonic) passes. Cancelling waits for the copy, too.
+        refuses, is gone, or the deadline (monotonic) passes. A cancel ends the copy soon, and waits for that, too.
         """
         ...
 
@@ -82,6 +88,36 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Abort, wait for the copies, let go of everything; idempotent."""
         ...
+
+
+def check_fits(peer: str, region: PoolRegion, chunk: Chunk, into_block_ids: Sequence[int]) -> None:
+    """Raise KVTransferError unless the chunk is well-formed and lands inside our own pool.
+
+    What follows computes addresses from these numbers.
+    """
+    num_blocks = len(chunk.block_ids)
+    if not 0 < num_blocks == len(into_block_ids) == len(chunk.generations):
+        raise KVTransferError(
+            peer,
+            f"chunk {chunk.index} has {num_blocks} blocks, {len(chunk.generations)} generations and "
+            f"{len(into_block_ids)} blocks to land in",
+        )
+    if min(into_block_ids) < 0 or max(into_block_ids) >= region.num_blocks:
+        raise KVTransferError(peer, f"chunk {chunk.index} would land outside of our own pool")
+
+
+async def join_copy(copy: asyncio.Future[FetchResult], stop: Callable[[], None]) -> FetchResult:
+    """Await the side thread that writes our blocks. A cancel calls `stop`, but returns only when the thread has."""
+    try:
+        return await asyncio.shield(copy)
+    except asyncio.CancelledError:
+        stop()
+        while not copy.done():
+            with contextlib.suppress(asyncio.CancelledError):  # one cancel or several: raised below
+                await asyncio.wait([copy])
+        if not copy.cancelled():
+            copy.exception()  # the cancel says it all
+        raise
 
 
 def checksum(region: PoolRegion, block_ids: Sequence[int]) -> int:

@@ -1,6 +1,8 @@
 """Mutual proof that both ends of a transport's socket know the cluster secret; the secret itself never travels.
 
-reader -> owner: MAGIC, nonce · owner -> reader: nonce, HMAC("owner", both nonces) · reader -> owner: HMAC("reader", ...)
+reader -> owner: MAGIC, nonce
+owner -> reader: nonce, HMAC("owner", both nonces)
+reader -> owner: HMAC("reader", both nonces)
 """
 
 from __future__ import annotations

@@ -40,11 +40,14 @@ class Listener:
             await asyncio.gather(self._acceptor, return_exceptions=True)
             self._acceptor = None
         self._sock.close()
-        for task, connection in list(self._connections.items()):
+        connections = dict(self._connections)
+        for task, connection in connections.items():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked on it
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
+        for connection in connections.values():
+            connection.close()  # of a task that was cancelled before it began
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -364,7 +364,7 @@ class AttemptKey(_message.Message):
     def __init__(self, router_incarnation: _Optional[int] = ..., key: _Optional[_Union[RequestKey, _Mapping]] = ...) -> None: ...
 
 class ChannelRequest(_message.Message):
-    __slots__ = ("decode_incarnation", "prefill_incarnation", "attempt", "subscribe", "ack", "commit_ack", "abort", "hello")
+    __slots__ = ("decode_incarnation", "prefill_incarnation", "attempt", "subscribe", "ack", "commit_ack", "abort", "hello", "ping")
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -373,6 +373,7 @@ class ChannelRequest(_message.Message):
     COMMIT_ACK_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     decode_incarnation: int
     prefill_incarnation: int
     attempt: AttemptKey
@@ -381,7 +382,8 @@ class ChannelRequest(_message.Message):
     commit_ack: CommitAck
     abort: Abort
     hello: ChannelHello
-    def __init__(self, decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., attempt: _Optional[_Union[AttemptKey, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., hello: _Optional[_Union[ChannelHello, _Mapping]] = ...) -> None: ...
+    ping: Ping
+    def __init__(self, decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., attempt: _Optional[_Union[AttemptKey, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., hello: _Optional[_Union[ChannelHello, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class ChannelHello(_message.Message):
     __slots__ = ("compatibility_hash", "decode_worker_id")
@@ -392,20 +394,30 @@ class ChannelHello(_message.Message):
     def __init__(self, compatibility_hash: _Optional[bytes] = ..., decode_worker_id: _Optional[str] = ...) -> None: ...
 
 class ChannelResponse(_message.Message):
-    __slots__ = ("decode_incarnation", "prefill_incarnation", "attempt", "offer", "commit", "abort")
+    __slots__ = ("decode_incarnation", "prefill_incarnation", "attempt", "offer", "commit", "abort", "pong")
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     decode_incarnation: int
     prefill_incarnation: int
     attempt: AttemptKey
     offer: Offer
     commit: Commit
     abort: Abort
-    def __init__(self, decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., attempt: _Optional[_Union[AttemptKey, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    pong: Pong
+    def __init__(self, decode_incarnation: _Optional[int] = ..., prefill_incarnation: _Optional[int] = ..., attempt: _Optional[_Union[AttemptKey, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Subscribe(_message.Message):
     __slots__ = ("capability", "first_token_wanted", "checksum")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pools.controller import DECODE, PREFILL, ROUTER, Controller
-from pools.pool import Pool
+from pools.controller import Controller
+from pools.pool import DECODE, PREFILL, ROUTER, Pool
 from pools.runtime import ActorDied, ActorHandle, ActorInfo, ActorSpec, StartFailed
 from tandem.types import LoadReport, PeerEndpoint, Role, WorkerInfo
 

@@ -11,7 +11,7 @@ that it had after a warm-up request (I5).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -38,6 +38,7 @@ from worker.served_model import RunnerFactory
 SECRET = "secret of the tests"
 REQUEST_TIMEOUT_S = 60.0
 BASELINE_TIMEOUT_S = 15.0
+MAX_WARM_UP_REQUESTS = 300
 
 
 def test_config(**settings: object) -> ClusterConfig:
@@ -76,6 +77,7 @@ class InProcessCluster:
         self._tokenizer = tokenizer
         self._stack = AsyncExitStack()
         self._baselines: list[Baseline] = []
+        self._lost: set[int] = set()
         self.hosts: list[WorkerHost] = []
         self.workers: list[WorkerInfo] = []
 
@@ -109,9 +111,22 @@ class InProcessCluster:
         channel = grpc.aio.insecure_channel(address)
         self._stack.push_async_callback(channel.close)
         self._generation = rpc.GenerationServiceStub(channel)
-        await self.generate([1], max_tokens=2, ignore_eos=True)  # dials what stays open between requests
+        await self._warm_up()
         for number in range(len(self.hosts)):
             self._baselines.append(await self._idle_levels(number))
+
+    async def _warm_up(self) -> None:
+        """Ask until every pair of workers has met: what they dial stays open between requests."""
+        prefill = [w.worker_id for w in self.workers if w.role is Role.PREFILL] or [""]
+        unmet = {(p, d.worker_id) for p in prefill for d in self.workers if d.role is Role.DECODE}
+        for number in range(MAX_WARM_UP_REQUESTS):
+            stream = await self.generate([1 + number % 7] * (1 + number % 5), max_tokens=2, ignore_eos=True)
+            assert stream.finish is not None
+            timeline = stream.finish.timeline
+            unmet.discard((timeline.prefill_worker.worker_id, timeline.decode_worker.worker_id))
+            if not unmet:
+                return
+        raise AssertionError(f"after {MAX_WARM_UP_REQUESTS} requests these pairs have not met: {unmet}")
 
     async def _idle_levels(self, number: int) -> Baseline:
         """Levels of a worker once it is idle; the router's releases may be under way still."""
@@ -160,10 +175,13 @@ class InProcessCluster:
         *,
         references: Mapping[int, Sequence[int]] | None = None,
         cancel_after: int | None = None,
+        on_tokens: Callable[[int], None] = lambda _: None,
         timeout_s: float = REQUEST_TIMEOUT_S,
         **request: object,
     ) -> StreamChecker:
         """Run one request to its end, or cancel it after so many tokens; every response is checked.
+
+        on_tokens: told after each response how many tokens have come.
 
         Raises grpc.aio.AioRpcError (after checking that the stream ended properly) for a request that failed.
         """
@@ -179,6 +197,7 @@ class InProcessCluster:
                 call.cancel()
             async for response in call:
                 checker.accept(response)
+                on_tokens(len(checker.token_ids))
                 if cancel_after and len(checker.token_ids) >= cancel_after:
                     call.cancel()
         except asyncio.CancelledError:
@@ -195,8 +214,9 @@ class InProcessCluster:
     # ---- workers
 
     def stats(self, role: Role) -> list[worker_pb2.GetStatsResponse]:
-        """Stats of all workers of a role."""
-        return [host.stats() for host, r in zip(self.hosts, self._roles, strict=True) if r is role]
+        """Stats of all live workers of a role."""
+        hosts = enumerate(zip(self.hosts, self._roles, strict=True))
+        return [host.stats() for number, (host, r) in hosts if r is role and number not in self._lost]
 
     async def stats_over_grpc(self, worker: WorkerInfo, secret: str = SECRET) -> worker_pb2.GetStatsResponse:
         """GetStats as another process would ask."""
@@ -206,11 +226,30 @@ class InProcessCluster:
                 worker_pb2.GetStatsRequest(), metadata=secret_metadata(secret), timeout=REQUEST_TIMEOUT_S
             )
 
+    async def lose(self, number: int) -> None:
+        """Stop a worker under whatever runs on it. The directory goes on listing it, as it would for a while."""
+        self._lost.add(number)
+        await self.hosts[number].stop()
+
+    def number_of(self, worker_id: str) -> int:
+        """Index into `hosts` and `workers`."""
+        return [w.worker_id for w in self.workers].index(worker_id)
+
     async def assert_baseline(self) -> None:
-        """I5: every worker is back to what it held before the test's requests."""
-        for host, baseline in zip(self.hosts, self._baselines, strict=True):
+        """I5: every worker is back to what it held before the test's requests.
+
+        Over tcp a pair opens its further connections when fetches first run side by side, and keeps them: two sockets
+        and one serving task each.
+        """
+        more = 0
+        if self._config.transfer.transport == "tcp":
+            pairs = self._roles.count(Role.PREFILL) * self._roles.count(Role.DECODE)
+            more = pairs * (self._config.transfer.connections_per_peer - 1)
+        for number, (host, baseline) in enumerate(zip(self.hosts, self._baselines, strict=True)):
+            if number in self._lost:
+                continue
 
             async def get_stats(host: WorkerHost = host) -> worker_pb2.GetStatsResponse:
                 return host.stats()
 
-            await wait_for_baseline(baseline, get_stats, timeout_s=BASELINE_TIMEOUT_S)
+            await wait_for_baseline(baseline, get_stats, timeout_s=BASELINE_TIMEOUT_S, new_fds=2 * more, new_tasks=more)

@@ -76,7 +76,9 @@ class TinyModel:
         return token_ids[len(prompt) :], max_tokens if num_sure is None else num_sure
 
 
-def write_tiny_model(folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "1GB", **changes: Any) -> TinyModel:
+def write_tiny_model(
+    folder: Path, family: str, *, seed: int = 0, max_shard_size: str = "1GB", **changes: Any
+) -> TinyModel:
     """Write a seeded checkpoint of `family` into `folder`; `changes` go over its config."""
     import transformers
 
