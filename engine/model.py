@@ -33,7 +33,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """embedding, lm_head: `[vocab, hidden]`, one tensor when tied; rope_factors `[head_dim / 2]` divide the frequencies."""
+    """embedding, lm_head: `[vocab, hidden]`, one tensor when tied. rope_factors `[head_dim / 2]` divide frequencies."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]

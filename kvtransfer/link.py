@@ -1,7 +1,8 @@
 """The decode worker's end of a pair: the control channel to one prefill worker's incarnation, and the transport (⑦).
 
 A link never outlives its channel: when that ends, the link is broken and the receiver dials a new one at the next
-reservation, so that a peer restarted at the same address works at once and none is avoided for good.
+reservation, so that a peer restarted at the same address works at once and none is avoided for good. A channel that
+stands but is silent shows by a ping that an earlier reservation sent and that nothing has answered.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES = 4096
-CLOSE_TIMEOUT_S = 5.0
+STALLED_AFTER_S = 3.0
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -50,41 +51,40 @@ class Link:
         self._outbox: asyncio.Queue[pb.ChannelRequest] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._task: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[Transport] | None = None
-        self._last_inbound = time.monotonic()
-        self._unanswered = False
+        self._pinged_at: float | None = None
         self.transport_name = ""
 
     @property
     def wants_checksum(self) -> bool:
-        """Whether this pair's offers shall carry checksums: as configured; auto means unless shm is what comes first."""
+        """Whether this pair's offers shall carry checksums: as configured; auto means unless shm is used."""
         config = self._receiver.config
         if config.checksum != "auto":
             return config.checksum == "on"
-        return select.candidates(config, self.peer, self._receiver.node_id)[:1] != ["shm"]
+        expected = select.candidates(config, self.peer, self._receiver.node_id)[:1]
+        return (self.transport_name or "".join(expected)) != "shm"
 
     @property
     def stalled(self) -> bool:
-        """Whether an attempt waited here for the whole patience of an offer and heard nothing at all."""
-        return self._unanswered
-
-    def note_unanswered(self, since: float) -> None:
-        """An attempt that was opened at `since` (monotonic) ends without its commit."""
-        patience_s = self._receiver.config.offer_timeout_s
-        if self._last_inbound < since and time.monotonic() - since >= patience_s:
-            self._unanswered = True
+        """Whether a ping has waited for STALLED_AFTER_S and nothing at all has come since."""
+        return self._pinged_at is not None and time.monotonic() - self._pinged_at >= STALLED_AFTER_S
 
     def start(self) -> None:
-        """Dial the channel and begin to connect the transport."""
+        """Dial the channel; the transport connects at the first fetch."""
         self._task = asyncio.create_task(self._run(), name=f"kv link to {self.peer.worker_id}")
 
     def send(self, attempt: AttemptKey, **body: Any) -> None:
         """Enqueue a message; a broken link drops it. A full outbox breaks the link: nobody reads it."""
-        if self.broken:
-            return
-        try:
-            self._outbox.put_nowait(self._envelope(attempt=attempt_to_wire(attempt), **body))
-        except asyncio.QueueFull:
-            self._break("its outbox is full")
+        self._enqueue(attempt=attempt_to_wire(attempt), **body)
+
+    def subscribe(self, attempt: AttemptKey, capability: bytes, first_token_wanted: int) -> None:
+        """Ask for an attempt's chunks, and for a sign of life where none is due yet."""
+        subscribe = pb.Subscribe(
+            capability=capability, first_token_wanted=first_token_wanted, checksum=self.wants_checksum
+        )
+        self.send(attempt, subscribe=subscribe)
+        if self._pinged_at is None:
+            self._pinged_at = time.monotonic()
+            self._enqueue(ping=pb.Ping())
 
     async def transport(self, deadline: float) -> Transport:
         """The connected transport; connects on first use. Raises KVTransferError."""
@@ -99,9 +99,9 @@ class Link:
         try:
             transport = await asyncio.shield(self._connecting)
         except asyncio.CancelledError:
-            if self.broken:
-                raise KVTransferError(self.peer.worker_id, "the control channel broke") from None
-            raise
+            if _cancelled_by_its_owner():
+                raise
+            raise KVTransferError(self.peer.worker_id, "the control channel broke") from None
         self.transport_name = transport.name
         return transport
 
@@ -121,6 +121,14 @@ class Link:
 
     # ---- inside
 
+    def _enqueue(self, **fields: Any) -> None:
+        if self.broken:
+            return
+        try:
+            self._outbox.put_nowait(self._envelope(**fields))
+        except asyncio.QueueFull:
+            self._break("its outbox is full")
+
     def _envelope(self, **body: Any) -> pb.ChannelRequest:
         return pb.ChannelRequest(
             decode_incarnation=self._receiver.incarnation, prefill_incarnation=self.peer.incarnation, **body
@@ -129,31 +137,37 @@ class Link:
     async def _run(self) -> None:
         detail = "it ended the control channel"
         try:
-            async with grpc.aio.insecure_channel(self.peer.address, options=_CHANNEL_OPTIONS) as channel:
-                call = rpc.TransferServiceStub(channel).Channel(metadata=secret_metadata(self._receiver.secret))
-                hello = pb.ChannelHello(
-                    compatibility_hash=self._receiver.compatibility_hash, decode_worker_id=self._receiver.worker_id
-                )
-                await call.write(self._envelope(hello=hello))
-                writer = asyncio.create_task(self._write(call), name=f"kv link writer to {self.peer.worker_id}")
-                try:
-                    async for response in call:
-                        self._receive(response)
-                finally:
-                    writer.cancel()
-                    await asyncio.gather(writer, return_exceptions=True)
-                    call.cancel()
+            await self._converse()
         except grpc.aio.AioRpcError as exc:
             detail = f"{exc.code().name}: {exc.details()}"
-        except asyncio.CancelledError:
-            if self.broken:
-                raise
-            # grpc cancels the reader when the call was cancelled by the peer's shutdown
-            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
-                raise
         except asyncio.InvalidStateError as exc:
             detail = f"the call ended: {exc}"
+        except asyncio.CancelledError:
+            if _cancelled_by_its_owner():
+                raise
+            detail = "the call was cancelled"  # by grpc, when the peer shut down
+        except Exception as exc:  # whatever it is, nobody may wait on this link for ever
+            log.exception("the link to %s failed", self.peer.worker_id)
+            detail = f"{type(exc).__name__}: {exc}"
         self._break(detail)
+
+    async def _converse(self) -> None:
+        """Hold the channel until it ends. Raises what grpc raises."""
+        async with grpc.aio.insecure_channel(self.peer.address, options=_CHANNEL_OPTIONS) as channel:
+            stub = rpc.TransferServiceStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Channel(metadata=secret_metadata(self._receiver.secret))
+            hello = pb.ChannelHello(
+                compatibility_hash=self._receiver.compatibility_hash, decode_worker_id=self._receiver.worker_id
+            )
+            await call.write(self._envelope(hello=hello))
+            writer = asyncio.create_task(self._write(call), name=f"kv link writer to {self.peer.worker_id}")
+            try:
+                async for response in call:
+                    self._receive(response)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+                call.cancel()
 
     async def _write(self, call: Any) -> None:
         """The one writer of the call."""
@@ -162,14 +176,13 @@ class Link:
 
     def _receive(self, response: pb.ChannelResponse) -> None:
         receiver = self._receiver
-        self._last_inbound = time.monotonic()
-        self._unanswered = False
         if (response.decode_incarnation, response.prefill_incarnation) != (
             receiver.incarnation,
             self.peer.incarnation,
         ):
             receiver.counters["fenced_channel_messages"] += 1
             return
+        self._pinged_at = None
         attempt = attempt_from_wire(response.attempt)
         match response.WhichOneof("body"):
             case "offer":
@@ -178,6 +191,8 @@ class Link:
                 receiver.committed(self, attempt, response.commit)
             case "abort":
                 receiver.aborted(self, attempt, response.abort)
+            case "pong":
+                pass  # any message answers a ping
             case other:
                 log.warning("%s sent an unexpected %s", self.peer.worker_id, other)
 
@@ -187,3 +202,9 @@ class Link:
         self.broken = True
         log.info("the link to %s broke: %s", self.peer.worker_id, detail)
         self._receiver.link_broken(self, f"control channel to {self.peer.worker_id}: {detail}")
+
+
+def _cancelled_by_its_owner() -> bool:
+    """Whether the CancelledError at hand is meant for this task, not for something that it awaited."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -12,13 +12,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kvtransfer.incoming import Incoming, problem_with_commit, problem_with_offer
 from kvtransfer.link import Link
+from kvtransfer.reasons import abort_message, reason_from_wire, reason_of
 from kvtransfer.region import PoolRegion
 from kvtransfer.transports.base import Chunk
 from tandem.config import TransferConfig
-from tandem.errors import CorruptBlock, KVTransferError, LayoutMismatch
+from tandem.errors import KVTransferError
 from tandem.messages import FailureReason
 from tandem.types import AttemptKey, PeerEndpoint
 from tandem.v1 import worker_pb2 as pb
@@ -28,7 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A verified commit. transfer_s: first offer to last copy; exposed_transfer_s: last offer to this commit."""
+    """A verified commit. transfer_s: first offer to last ack; exposed_transfer_s: last offer to this commit.
+
+    Both are 0 where nothing had to be moved. num_chunks and nbytes count what was.
+    """
 
     num_tokens: int
     first_token_id: int
@@ -38,36 +43,6 @@ class CommitRecord:
     nbytes: int
     num_chunks: int
     transport: str
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One attempt's state here. Times are monotonic seconds of this process."""
-
-    attempt: AttemptKey
-    peer: PeerEndpoint
-    capability: bytes
-    block_ids: tuple[int, ...]
-    first_token_wanted: int
-    opened_at: float
-    link: Link
-    next_token: int  # tokens below are copied or being copied
-    copies: set[asyncio.Task[None]] = field(default_factory=set)
-    num_copied_tokens: int = 0
-    num_chunks: int = 0
-    nbytes: int = 0
-    first_offer_at: float | None = None
-    last_offer_at: float | None = None
-    last_copy_at: float = 0.0
-    saw_last: bool = False
-    over: bool = False  # failed or committed: later messages are dropped
-
-
-def reason_of(error: KVTransferError) -> FailureReason:
-    """What the router is told."""
-    if isinstance(error, CorruptBlock):
-        return FailureReason.CORRUPT
-    return FailureReason.LAYOUT_MISMATCH if isinstance(error, LayoutMismatch) else FailureReason.TRANSFER
 
 
 class Receiver:
@@ -101,12 +76,12 @@ class Receiver:
         self._incoming: dict[AttemptKey, Incoming] = {}
         self._links: dict[int, Link] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        self._num_copies = 0
+        self._copies: set[asyncio.Task[None]] = set()
 
     @property
     def num_copies_in_flight(self) -> int:
         """Fetches that may still write into blocks."""
-        return self._num_copies
+        return len(self._copies)
 
     # ---- from the decode role
 
@@ -118,8 +93,13 @@ class Receiver:
         block_ids: Sequence[int],
         first_token_wanted: int,
     ) -> None:
-        """Subscribe to an attempt. block_ids: own blocks of the whole prompt, from token 0 on."""
+        """Subscribe to an attempt.
+
+        block_ids: own blocks of the whole prompt, from token 0 on; first_token_wanted: what our cache holds already, a
+        whole number of blocks.
+        """
         assert attempt not in self._incoming, f"{attempt} is open already"
+        assert first_token_wanted % self.region.layout.block_size == 0, "our cache holds whole blocks"
         link = self._link(peer)
         self._incoming[attempt] = Incoming(
             attempt,
@@ -127,28 +107,20 @@ class Receiver:
             capability,
             tuple(block_ids),
             first_token_wanted,
-            time.monotonic(),
             link,
             next_token=first_token_wanted,
         )
-        link.send(
-            attempt,
-            subscribe=pb.Subscribe(
-                capability=capability, first_token_wanted=first_token_wanted, checksum=link.wants_checksum
-            ),
-        )
+        link.subscribe(attempt, capability, first_token_wanted)
 
     def close(self, attempt: AttemptKey, then: Callable[[], None]) -> None:
-        """Forget the attempt; call `then` once no copy into its blocks is in flight. Idempotent."""
+        """Forget the attempt, end its copies; call `then` once none of them is in flight. Idempotent."""
         incoming = self._incoming.pop(attempt, None)
         if incoming is None:
             then()
             return
         if not incoming.over:
             incoming.over = True
-            incoming.link.note_unanswered(incoming.opened_at)
-            abort = pb.Abort(reason=pb.FAILURE_REASON_TRANSFER, detail="released")
-            incoming.link.send(attempt, abort=abort)
+            incoming.link.send(attempt, abort=abort_message(FailureReason.TRANSFER, "released"))
         if not incoming.copies:
             then()
             return
@@ -160,8 +132,9 @@ class Receiver:
             if remaining == 0:
                 then()
 
-        for copy in incoming.copies:
+        for copy in list(incoming.copies):
             copy.add_done_callback(on_copy_done)
+            copy.cancel()  # a fetch returns only when nothing writes our blocks any more
 
     async def stop(self) -> None:
         """End every link and copy; idempotent."""
@@ -169,6 +142,7 @@ class Receiver:
             self.close(attempt, lambda: None)
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._ending)
+        await asyncio.gather(*self._copies, return_exceptions=True)
 
     # ---- links
 
@@ -212,10 +186,11 @@ class Receiver:
         if incoming is None:
             return
         now = time.monotonic()
-        incoming.first_offer_at = incoming.first_offer_at or now
-        if problem := self._problem(incoming, offer):
+        if problem := problem_with_offer(incoming, offer, self.region.layout):
             self._fail(incoming, FailureReason.TRANSFER, problem)
             return
+        if incoming.first_offer_at is None:
+            incoming.first_offer_at = now
         if offer.last:
             incoming.saw_last, incoming.last_offer_at = True, now
         size = self.region.layout.block_size
@@ -233,24 +208,8 @@ class Receiver:
         )
         copy = asyncio.create_task(self._copy(incoming, chunk, into), name=f"fetch {attempt} chunk {chunk.index}")
         incoming.copies.add(copy)
-        self._num_copies += 1
+        self._copies.add(copy)
         copy.add_done_callback(lambda task: self._copy_done(incoming, task))
-
-    def _problem(self, incoming: Incoming, offer: pb.Offer) -> str | None:
-        """Why an offer does not fit what is reserved, or None."""
-        size = self.region.layout.block_size
-        if incoming.saw_last:
-            return f"chunk {offer.chunk} came after the last one"
-        if offer.first_token != incoming.next_token or offer.first_token % size:
-            return f"chunk {offer.chunk} begins at token {offer.first_token}, {incoming.next_token} was due"
-        if offer.num_tokens == 0 or (offer.num_tokens % size and not offer.last):
-            return f"chunk {offer.chunk} has {offer.num_tokens} tokens and is not the last"
-        num_blocks = self.region.layout.num_blocks_for(offer.num_tokens)
-        if len(offer.block_ids) != num_blocks or len(offer.generations) != num_blocks:
-            return f"chunk {offer.chunk} has {len(offer.block_ids)} blocks for {offer.num_tokens} tokens"
-        if offer.first_token // size + num_blocks > len(incoming.block_ids):
-            return f"chunk {offer.chunk} is larger than the reservation"
-        return None
 
     async def _copy(self, incoming: Incoming, chunk: Chunk, into: tuple[int, ...]) -> None:
         link, deadline = incoming.link, time.monotonic() + self.config.offer_timeout_s
@@ -271,7 +230,7 @@ class Receiver:
         link.send(incoming.attempt, ack=pb.Ack(chunk=chunk.index))
 
     def _copy_done(self, incoming: Incoming, task: asyncio.Task[None]) -> None:
-        self._num_copies -= 1
+        self._copies.discard(task)
         incoming.copies.discard(task)
         if not task.cancelled() and (exc := task.exception()) is not None:
             log.error("fetching for %s failed unexpectedly", incoming.attempt, exc_info=exc)
@@ -284,23 +243,20 @@ class Receiver:
             return
         if commit.compatibility_hash != self.compatibility_hash:
             return self._fail(incoming, FailureReason.LAYOUT_MISMATCH, "the commit's compatibility hash differs")
-        copied = incoming.first_token_wanted + incoming.num_copied_tokens
-        if incoming.copies or not incoming.saw_last or copied != commit.num_tokens:
-            return self._fail(
-                incoming, FailureReason.TRANSFER, f"commit of {commit.num_tokens} tokens, {copied} are copied"
-            )
+        if problem := problem_with_commit(incoming, commit):
+            return self._fail(incoming, FailureReason.TRANSFER, problem)
         now = time.monotonic()
+        first_offer_at, last_offer_at = incoming.first_offer_at, incoming.last_offer_at
         incoming.over = True
         link.send(attempt, commit_ack=pb.CommitAck())
-        assert incoming.first_offer_at is not None and incoming.last_offer_at is not None
         self._on_committed(
             attempt,
             CommitRecord(
                 num_tokens=commit.num_tokens,
                 first_token_id=commit.first_token_id,
                 first_token_index=commit.first_token_index,
-                transfer_s=incoming.last_copy_at - incoming.first_offer_at,
-                exposed_transfer_s=now - incoming.last_offer_at,
+                transfer_s=0.0 if first_offer_at is None else incoming.last_copy_at - first_offer_at,
+                exposed_transfer_s=0.0 if last_offer_at is None else now - last_offer_at,
                 nbytes=incoming.nbytes,
                 num_chunks=incoming.num_chunks,
                 transport=link.transport_name,
@@ -311,7 +267,7 @@ class Receiver:
         """The prefill worker gave the attempt up."""
         incoming = self._of(link, attempt, "abort")
         if incoming is not None:
-            self._fail(incoming, FailureReason(abort.reason or 1), abort.detail, tell_peer=False)
+            self._fail(incoming, reason_from_wire(abort.reason), abort.detail, tell_peer=False)
 
     def _of(self, link: Link, attempt: AttemptKey, what: str) -> Incoming | None:
         incoming = self._incoming.get(attempt)
@@ -326,5 +282,5 @@ class Receiver:
         incoming.over = True
         self.counters[f"transfer_{reason.name.lower()}"] += 1
         if tell_peer:
-            incoming.link.send(incoming.attempt, abort=pb.Abort(reason=int(reason), detail=detail))
+            incoming.link.send(incoming.attempt, abort=abort_message(reason, detail))
         self._on_failed(incoming.attempt, reason, detail, incoming.peer.worker_id)

@@ -19,7 +19,7 @@ from tandem.layout import KVLayout
 
 log = logging.getLogger(__name__)
 
-F_ADD_SEALS = 1033
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
 F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 _GENERATION_NBYTES = 8
 

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtransfer.reasons import abort_message, reason_from_wire
 from kvtransfer.region import PoolRegion
 from kvtransfer.transports.base import Chunk, Exporter, checksum
+from kvtransfer.transports.frames import CAPABILITY_NBYTES
 from kvtransfer.transports.shm import ShmExporter
-from kvtransfer.transports.tcp import CAPABILITY_NBYTES, TcpExporter
+from kvtransfer.transports.tcp import TcpExporter
 from tandem.config import TransferConfig
 from tandem.messages import FailureReason
 from tandem.types import AttemptKey
@@ -166,7 +168,7 @@ class Sender:
         for timer in outgoing.deadlines.values():
             timer.cancel()
         if outgoing.subscriber is not None and not outgoing.commit_sent:
-            abort = pb.Abort(reason=pb.FAILURE_REASON_TRANSFER, detail="the prefill worker gave the attempt up")
+            abort = abort_message(FailureReason.TRANSFER, "the prefill worker gave the attempt up")
             self._send(attempt, outgoing, pb.ChannelResponse(abort=abort))
 
     # ---- from the control channel
@@ -174,19 +176,24 @@ class Sender:
     def subscribe(self, attempt: AttemptKey, message: pb.Subscribe, subscriber: Subscriber) -> None:
         """A decode worker asks for the attempt's chunks; what it need not have counts as acknowledged."""
         outgoing = self._outgoing.get(attempt)
+        problem = ""
         if outgoing is None or not hmac.compare_digest(outgoing.capability, message.capability):
+            problem = "no such attempt, or not its capability"
+        elif outgoing.subscriber is not None:
+            problem = "somebody has subscribed already"
+        elif message.first_token_wanted % self._region.layout.block_size:
+            problem = f"token {message.first_token_wanted} is not the first of a block"
+        if outgoing is None or problem:
             self.counters["fenced_subscribe"] += 1
-            abort = pb.Abort(reason=pb.FAILURE_REASON_TRANSFER, detail="no such attempt, or not its capability")
+            abort = abort_message(FailureReason.TRANSFER, problem)
             subscriber.send(pb.ChannelResponse(attempt=attempt_to_wire(attempt), abort=abort))
-            return
-        if outgoing.subscriber is not None or message.first_token_wanted % self._region.layout.block_size:
-            self.counters["fenced_subscribe"] += 1
             return
         outgoing.subscriber = subscriber
         outgoing.first_token_wanted = message.first_token_wanted
         outgoing.wants_checksum = message.checksum
         for chunk in list(outgoing.offers.values()):
             self._send_offer(attempt, outgoing, chunk)
+        self._commit_if_acked(attempt, outgoing)  # a cache that holds the whole prompt leaves nothing to wait for
 
     def ack(self, attempt: AttemptKey, chunk_index: int, subscriber: Subscriber) -> None:
         """The subscriber has copied a chunk."""
@@ -205,7 +212,7 @@ class Sender:
     def abort(self, attempt: AttemptKey, reason: int, detail: str, subscriber: Subscriber) -> None:
         """The subscriber gave the attempt up."""
         if self._of(attempt, subscriber, "abort") is not None:
-            self._on_failed(attempt, reason, detail, subscriber.worker_id)
+            self._on_failed(attempt, reason_from_wire(reason), detail, subscriber.worker_id)
 
     def channel_broken(self, subscriber: Subscriber) -> None:
         """A control channel is gone. After the commit was sent the router decides: it may have arrived."""

@@ -51,7 +51,7 @@ class TransferServicer(rpc.TransferServiceServicer):
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
 
-    async def Channel(  # noqa: N802 - gRPC's name
+    async def Channel(
         self,
         request_iterator: AsyncIterator[pb.ChannelRequest],
         context: grpc.aio.ServicerContext[pb.ChannelRequest, pb.ChannelResponse],
@@ -68,7 +68,9 @@ class TransferServicer(rpc.TransferServiceServicer):
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for end in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(end, Exception):
+                    log.warning("the control channel of %s failed: %r", subscriber.worker_id, end)
             self._sender.channel_broken(subscriber)
 
     async def _greet(
@@ -110,6 +112,8 @@ class TransferServicer(rpc.TransferServiceServicer):
                     sender.commit_ack(attempt, subscriber)
                 case "abort":
                     sender.abort(attempt, request.abort.reason, request.abort.detail, subscriber)
+                case "ping":
+                    subscriber.send(pb.ChannelResponse(pong=pb.Pong()))
                 case other:
                     log.warning("a decode worker sent an unexpected %s", other)
 

@@ -8,6 +8,7 @@ this one, so they are found by name: each has a `build.py` with `assemble`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import os
@@ -88,6 +89,7 @@ class WorkerHost:
         self._tasks: list[asyncio.Task[None]] = []
         self._over: asyncio.Future[None] | None = None
         self._stopping = False
+        self._stop_lock = asyncio.Lock()
 
     # ---- life
 
@@ -190,6 +192,10 @@ class WorkerHost:
     async def stop(self) -> None:
         """End sessions, transfers, step loop and listeners, and unmap the pool; idempotent."""
         self._stopping = True
+        async with self._stop_lock:
+            await self._stop()
+
+    async def _stop(self) -> None:
         self._sessions.close_all()
         if self._server is not None:
             await self._server.stop(_SERVER_GRACE_S)
@@ -202,9 +208,10 @@ class WorkerHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
-        # the runner's tensors live in the pool's map: let go of them before it is closed
+        # the runner's views keep the pool mapped, and they hang on cycles of role, callbacks and step loop
         self._assembly = self._step_loop = None
         if self._region is not None:
+            gc.collect()
             self._region.close()
             self._region = None
 

@@ -20,7 +20,7 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weights files, sorted. Raises ModelError when there are none, or not all that the index names.
+    """Return the folder's weights files, sorted. Raises ModelError for none, or fewer than the index names.
 
     An index goes before model.safetensors, and both before other files, which may hold the same weights once more.
     """

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import xxhash
 
 from kvtransfer.region import PoolRegion
 from tandem.errors import KVTransferError
 from tandem.types import PeerEndpoint
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ def check_fits(peer: str, region: PoolRegion, chunk: Chunk, into_block_ids: Sequ
         raise KVTransferError(peer, f"chunk {chunk.index} would land outside of our own pool")
 
 
-async def join_copy(copy: asyncio.Future[FetchResult], stop: Callable[[], None]) -> FetchResult:
-    """Await the side thread that writes our blocks. A cancel calls `stop`, but returns only when the thread has."""
+async def join_copy(copy: asyncio.Future[T], stop: Callable[[], None]) -> T:
+    """Await a side thread that uses blocks or a socket. A cancel calls `stop`, but returns only when the thread has."""
     try:
         return await asyncio.shield(copy)
     except asyncio.CancelledError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
 import mmap
 import os
 import socket
@@ -19,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvtransfer.region import PoolRegion, generations_offset, region_nbytes
-from kvtransfer.transports.base import Chunk, FetchResult, checksum
+from kvtransfer.region import F_GET_SEALS, F_SEAL_SHRINK, PoolRegion, generations_offset, region_nbytes
+from kvtransfer.transports.base import Chunk, FetchResult, check_fits, checksum, join_copy
 from kvtransfer.transports.handshake import HandshakeError, prove_as_reader
 from kvtransfer.transports.listener import Listener
 from tandem.errors import CorruptBlock, KVTransferError, LayoutMismatch
@@ -28,6 +29,9 @@ from tandem.types import PeerEndpoint
 
 # what comes with the descriptor: num_blocks, block_nbytes
 _HEADER = struct.Struct("<QQ")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+# a copy looks at its deadline and for an abort this often
+MAX_MOVE_NBYTES = 8 << 20
 
 
 class ShmExporter:
@@ -58,15 +62,20 @@ class ShmExporter:
             self._listener = None
 
     async def _hand_over(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        _pid, uid, _gid = struct.unpack("3i", credentials)
-        if uid not in (0, os.getuid()):
-            raise HandshakeError(f"the reader is user {uid}")
+        require_same_user(connection)
         fd = self._region.open_read_only()
         try:
             socket.send_fds(connection, [_HEADER.pack(self._region.num_blocks, self._region.layout.block_nbytes)], [fd])
         finally:
             os.close(fd)
+
+
+def require_same_user(connection: socket.socket) -> None:
+    """Raise HandshakeError unless the other end runs as our user or as root."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+    if uid not in (0, os.getuid()):
+        raise HandshakeError(f"the other end is user {uid}")
 
 
 class ShmTransport:
@@ -93,13 +102,16 @@ class ShmTransport:
                 sock.setblocking(False)
                 async with asyncio.timeout_at(loop.time() + deadline - time.monotonic()):
                     await loop.sock_connect(sock, f"\0{peer.shm_name}")
+                    require_same_user(sock)
                     await prove_as_reader(sock, self._secret)
                     await _readable(sock)
-                header, fds, _flags, _address = socket.recv_fds(sock, _HEADER.size, 1)
+                header, fds, _flags, _address = socket.recv_fds(sock, _HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
         except (OSError, TimeoutError, HandshakeError) as exc:
-            raise KVTransferError(peer.worker_id, f"shm socket {peer.shm_name}: {exc or 'timed out'}") from exc
+            raise KVTransferError(peer.worker_id, f"shm socket {peer.shm_name}: {str(exc) or 'timed out'}") from exc
         try:
             self._attach(header, fds)
+        except OSError as exc:
+            raise KVTransferError(peer.worker_id, f"its pool cannot be mapped: {exc}") from exc
         finally:
             for fd in fds:
                 os.close(fd)
@@ -113,8 +125,10 @@ class ShmTransport:
                 self._peer, f"its blocks have {block_nbytes} bytes, ours {self._region.layout.block_nbytes}"
             )
         nbytes = region_nbytes(num_blocks, block_nbytes)
-        if os.fstat(fds[0]).st_size != nbytes:
+        if not num_blocks or os.fstat(fds[0]).st_size != nbytes:
             raise LayoutMismatch(self._peer, f"its pool has {os.fstat(fds[0]).st_size} bytes, {nbytes} were announced")
+        if not fcntl.fcntl(fds[0], F_GET_SEALS) & F_SEAL_SHRINK:  # shrinking it would kill us with SIGBUS
+            raise KVTransferError(self._peer, "its pool is not sealed")
         self._map = mmap.mmap(fds[0], nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         self._source = np.frombuffer(self._map, dtype=np.uint8, count=num_blocks * block_nbytes)
         self._generations = np.frombuffer(
@@ -125,30 +139,30 @@ class ShmTransport:
         self, capability: bytes, chunk: Chunk, into_block_ids: Sequence[int], deadline: float
     ) -> FetchResult:
         """Copy in a side thread; see Transport. The capability is not asked: whoever has the map may read it."""
-        if self._generations is None:
-            raise KVTransferError(self._peer, "not connected")
-        if max(chunk.block_ids, default=0) >= len(self._generations) or len(chunk.block_ids) != len(into_block_ids):
-            raise KVTransferError(self._peer, f"chunk {chunk.index} names blocks that the pool does not have")
+        if self._generations is None or self._aborted.is_set():
+            raise KVTransferError(self._peer, "the transport is not connected")
+        check_fits(self._peer, self._region, chunk, into_block_ids)
+        if min(chunk.block_ids) < 0 or max(chunk.block_ids) >= len(self._generations):
+            raise KVTransferError(self._peer, f"chunk {chunk.index} names blocks that the peer's pool does not have")
+        cancelled = threading.Event()
         copy = asyncio.get_running_loop().run_in_executor(
-            self._executor, self._copy, chunk, tuple(into_block_ids), deadline
+            self._executor, self._copy, chunk, tuple(into_block_ids), deadline, cancelled
         )
-        try:
-            return await asyncio.shield(copy)
-        except asyncio.CancelledError:
-            await asyncio.wait([copy])  # its blocks are not free before it has returned
-            raise
+        return await join_copy(copy, cancelled.set)
 
-    def _copy(self, chunk: Chunk, into: tuple[int, ...], deadline: float) -> FetchResult:
+    def _copy(self, chunk: Chunk, into: tuple[int, ...], deadline: float, cancelled: threading.Event) -> FetchResult:
         started, nbytes = time.monotonic(), self._region.layout.block_nbytes
         assert self._source is not None
         self._check_generations(chunk, "before")
-        source, target = self._source.ctypes.data, np.frombuffer(self._region.buffer, np.uint8).ctypes.data
-        for src, dst, count in _pair_runs(chunk.block_ids, into):
-            if self._aborted.is_set():
-                raise KVTransferError(self._peer, "aborted")
-            if time.monotonic() > deadline:
-                raise KVTransferError(self._peer, f"chunk {chunk.index} was not copied in time")
-            ctypes.memmove(target + dst * nbytes, source + src * nbytes, count * nbytes)
+        source, runs = self._source.ctypes.data, pair_runs(chunk.block_ids, into, max(1, MAX_MOVE_NBYTES // nbytes))
+        with self._region.buffer[:]:  # our map stays while it is written by address
+            target = np.frombuffer(self._region.buffer, np.uint8).ctypes.data
+            for src, dst, count in runs:
+                if self._aborted.is_set() or cancelled.is_set():
+                    raise KVTransferError(self._peer, "aborted")
+                if time.monotonic() > deadline:
+                    raise KVTransferError(self._peer, f"chunk {chunk.index} was not copied in time")
+                ctypes.memmove(target + dst * nbytes, source + src * nbytes, count * nbytes)
         self._check_generations(chunk, "during")
         if chunk.checksum is not None and checksum(self._region, into) != chunk.checksum:
             raise CorruptBlock(self._peer, f"chunk {chunk.index} fails its checksum")
@@ -160,7 +174,7 @@ class ShmTransport:
             raise CorruptBlock(self._peer, f"blocks of chunk {chunk.index} were reused {when} the copy")
 
     def abort(self) -> None:
-        """Running copies stop at their next run of blocks; later fetches fail."""
+        """Running copies stop within MAX_MOVE_NBYTES; later fetches fail."""
         self._aborted.set()
 
     async def close(self) -> None:
@@ -173,13 +187,13 @@ class ShmTransport:
             self._map = None
 
 
-def _pair_runs(source: Sequence[int], target: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first source id, first target id, count) for stretches that are consecutive on both sides."""
+def pair_runs(source: Sequence[int], target: Sequence[int], max_count: int) -> list[tuple[int, int, int]]:
+    """(first source id, first target id, count <= max_count) for stretches that are consecutive on both sides."""
     runs: list[tuple[int, int, int]] = []
     for src, dst in zip(source, target, strict=True):
         if runs:
             first_src, first_dst, count = runs[-1]
-            if (src, dst) == (first_src + count, first_dst + count):
+            if (src, dst) == (first_src + count, first_dst + count) and count < max_count:
                 runs[-1] = (first_src, first_dst, count + 1)
                 continue
         runs.append((src, dst, 1))

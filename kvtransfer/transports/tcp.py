@@ -2,15 +2,14 @@
 
 reader -> owner: REQUEST header, block ids (uint64 each), generations (uint64 each)
 owner -> reader: a status byte, then the blocks' bytes in order, then their generations after the send (uint64 each)
-The owner serves exactly the blocks that were offered under the capability; anything else ends the connection.
-One fetch at a time on a connection, several connections to a peer. Shutting a socket down wakes a thread blocked on it.
+Numbers are little-endian. The owner serves exactly the blocks that were offered under the capability; anything else
+ends the connection, and nobody else's. One fetch at a time on a connection, several connections to a peer. Shutting a
+socket down wakes a thread that is blocked on it; closing it would not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import socket
 import struct
 import time
@@ -18,23 +17,30 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.region import PoolRegion
-from kvtransfer.transports.base import Authorize, Chunk, FetchResult, checksum
+from kvtransfer.transports.base import Authorize, Chunk, FetchResult, check_fits, checksum, join_copy
+from kvtransfer.transports.frames import (
+    CAPABILITY_NBYTES,
+    GRANTED,
+    MAX_BLOCKS_PER_FETCH,
+    OTHER_LAYOUT,
+    REFUSED,
+    REQUEST,
+    REQUEST_MAGIC,
+    MalformedRequest,
+    decode_header,
+    is_open,
+    receive_into,
+    send_all,
+    set_up,
+    shut_down,
+)
 from kvtransfer.transports.handshake import HandshakeError, prove_as_reader
 from kvtransfer.transports.listener import MAX_CONNECTIONS, Listener
 from tandem.errors import CorruptBlock, KVTransferError, LayoutMismatch
 from tandem.types import PeerEndpoint
 
-log = logging.getLogger(__name__)
-
-# magic, number of blocks, bytes of one block, capability
-REQUEST = struct.Struct("<4sIQ32s")
-REQUEST_MAGIC = b"KVRQ"
-CAPABILITY_NBYTES = 32
-GRANTED, REFUSED, OTHER_LAYOUT = b"\x00", b"\x01", b"\x02"
-MAX_BLOCKS_PER_FETCH = 1 << 16
-MAX_IOVECS = 1024
-# an owner gives up on a reader that takes nothing for so long
-SEND_TIMEOUT_S = 30.0
+# an owner gives up on a reader that takes longer to state a request and take the answer
+REQUEST_TIMEOUT_S = 30.0
 
 
 class TcpExporter:
@@ -70,41 +76,44 @@ class TcpExporter:
         await asyncio.to_thread(self._executor.shutdown)
 
     async def _serve(self, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_up(connection)
         connection.setblocking(True)
         serving = asyncio.get_running_loop().run_in_executor(self._executor, self._answer_all, connection)
-        try:
-            await asyncio.shield(serving)
-        except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            await asyncio.wait([serving])  # no thread may use the descriptor once it is closed
-            raise
+        # no thread may use the descriptor once it is closed
+        await join_copy(serving, lambda: shut_down(connection))
 
     def _answer_all(self, connection: socket.socket) -> None:
         """Answer requests until the reader closes or misbehaves."""
-        while True:
-            connection.settimeout(None)  # a reader may be silent for long; close() wakes us
-            header = bytearray(REQUEST.size)
-            if not receive_into(connection, [memoryview(header)]):
-                return
-            connection.settimeout(SEND_TIMEOUT_S)
-            magic, num_blocks, block_nbytes, capability = REQUEST.unpack(header)
-            if magic != REQUEST_MAGIC or not 0 < num_blocks <= MAX_BLOCKS_PER_FETCH:
-                raise HandshakeError("a malformed request")
-            body = bytearray(16 * num_blocks)
-            if not receive_into(connection, [memoryview(body)]):
-                raise HandshakeError("a request was cut short")
-            numbers = struct.unpack(f"<{2 * num_blocks}Q", body)
-            block_ids, generations = numbers[:num_blocks], numbers[num_blocks:]
-            if block_nbytes != self._region.layout.block_nbytes:
-                connection.sendall(OTHER_LAYOUT)
-                return
-            if not self._authorize(capability, block_ids, generations):
-                connection.sendall(REFUSED)
-                return
-            send_all(connection, [memoryview(GRANTED), *self._region.runs(block_ids)])
-            connection.sendall(self._region.generations[list(block_ids)].tobytes())
+        try:
+            while self._answer(connection):
+                pass
+        except MalformedRequest as exc:
+            raise HandshakeError(f"malformed request: {exc}") from exc
+
+    def _answer(self, connection: socket.socket) -> bool:
+        """Answer the next request; False ends the connection."""
+        connection.settimeout(None)  # a reader may be silent for long; close() wakes us
+        if not connection.recv(1, socket.MSG_PEEK):
+            return False
+        deadline = time.monotonic() + REQUEST_TIMEOUT_S
+        header = bytearray(REQUEST.size)
+        receive_into(connection, [memoryview(header)], deadline)
+        num_blocks, block_nbytes, capability = decode_header(header)
+        body = bytearray(2 * 8 * num_blocks)
+        receive_into(connection, [memoryview(body)], deadline)
+        numbers = struct.unpack(f"<{2 * num_blocks}Q", body)
+        block_ids, generations = numbers[:num_blocks], numbers[num_blocks:]
+        if block_nbytes != self._region.layout.block_nbytes:
+            connection.sendall(OTHER_LAYOUT)
+            return False
+        if not self._authorize(capability, block_ids, generations):
+            connection.sendall(REFUSED)
+            return False
+        send_all(connection, [memoryview(GRANTED), *self._region.runs(block_ids)], deadline)
+        # read only now: a block that was reused while it was sent shows by them
+        trailer = self._region.generations[list(block_ids)].astype("<u8").tobytes()
+        send_all(connection, [memoryview(trailer)], deadline)
+        return True
 
 
 class TcpTransport:
@@ -138,10 +147,10 @@ class TcpTransport:
             async with asyncio.timeout_at(loop.time() + deadline - time.monotonic()):
                 await loop.sock_connect(sock, (host, int(port)))
                 await prove_as_reader(sock, self._secret)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            set_up(sock)
         except (OSError, ValueError, TimeoutError, HandshakeError) as exc:
             sock.close()
-            raise KVTransferError(peer.worker_id, f"tcp {peer.tcp_address}: {exc or 'timed out'}") from exc
+            raise KVTransferError(peer.worker_id, f"tcp {peer.tcp_address}: {str(exc) or 'timed out'}") from exc
         except BaseException:
             sock.close()
             raise
@@ -153,9 +162,13 @@ class TcpTransport:
         """Receive straight into own blocks, in a side thread; see Transport."""
         peer = self._peer
         if peer is None:
-            raise KVTransferError("", "not connected")
-        if not 0 < len(chunk.block_ids) <= MAX_BLOCKS_PER_FETCH or len(chunk.block_ids) != len(into_block_ids):
-            raise KVTransferError(peer.worker_id, f"chunk {chunk.index} has {len(chunk.block_ids)} blocks")
+            raise KVTransferError("", "the transport is not connected")
+        check_fits(peer.worker_id, self._region, chunk, into_block_ids)
+        if len(chunk.block_ids) > MAX_BLOCKS_PER_FETCH or len(capability) != CAPABILITY_NBYTES:
+            raise KVTransferError(
+                peer.worker_id,
+                f"chunk {chunk.index} has {len(chunk.block_ids)} blocks and a capability of {len(capability)} bytes",
+            )
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
                 await self._turns.acquire()
@@ -171,24 +184,18 @@ class TcpTransport:
     ) -> FetchResult:
         if self._aborted:
             raise KVTransferError(peer.worker_id, "aborted")
-        sock = self._idle.pop() if self._idle else await self._dial(peer, deadline)
-        if self._aborted:  # while dialling
-            sock.close()
-            raise KVTransferError(peer.worker_id, "aborted")
-        self._busy.add(sock)
-        receive = asyncio.get_running_loop().run_in_executor(
-            self._executor, self._receive, sock, peer.worker_id, capability, chunk, into, deadline
-        )
+        sock = self._take_idle() or await self._dial(peer, deadline)
         reusable = False
         try:
-            result = await asyncio.shield(receive)
+            self._busy.add(sock)
+            if self._aborted:  # while dialling, or from another thread: abort() has not seen this socket
+                raise KVTransferError(peer.worker_id, "aborted")
+            receive = asyncio.get_running_loop().run_in_executor(
+                self._executor, self._receive, sock, peer.worker_id, capability, chunk, into, deadline
+            )
+            result = await join_copy(receive, lambda: shut_down(sock))
             reusable = True
             return result
-        except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            await asyncio.wait([receive])  # its blocks are not free before it has returned
-            raise
         except OSError as exc:
             reason = "timed out" if isinstance(exc, TimeoutError) else str(exc)
             raise KVTransferError(peer.worker_id, f"chunk {chunk.index}: {reason}") from exc
@@ -198,6 +205,15 @@ class TcpTransport:
                 self._idle.append(sock)
             else:
                 sock.close()
+
+    def _take_idle(self) -> socket.socket | None:
+        """Take a connection from the idle ones; those that the owner has ended meanwhile are closed."""
+        while self._idle:
+            sock = self._idle.pop()
+            if is_open(sock):
+                return sock
+            sock.close()
+        return None
 
     def _receive(
         self,
@@ -211,17 +227,14 @@ class TcpTransport:
         started, num_blocks = time.monotonic(), len(into)
         header = REQUEST.pack(REQUEST_MAGIC, num_blocks, self._region.layout.block_nbytes, capability)
         body = struct.pack(f"<{2 * num_blocks}Q", *chunk.block_ids, *chunk.generations)
-        _patience(sock, deadline)
-        sock.sendall(header + body)
+        send_all(sock, [memoryview(header + body)], deadline)
         status, trailer = bytearray(1), bytearray(8 * num_blocks)
-        if not receive_into(sock, [memoryview(status)], deadline):
-            raise KVTransferError(peer, "the connection ended")
+        receive_into(sock, [memoryview(status)], deadline)
         if bytes(status) == OTHER_LAYOUT:
             raise LayoutMismatch(peer, "its blocks have another size")
         if bytes(status) != GRANTED:
-            raise CorruptBlock(peer, f"chunk {chunk.index} is no longer offered")
-        if not receive_into(sock, [*self._region.runs(into), memoryview(trailer)], deadline):
-            raise KVTransferError(peer, "the connection ended")
+            raise KVTransferError(peer, f"chunk {chunk.index} is not offered, or no longer")
+        receive_into(sock, [*self._region.runs(into), memoryview(trailer)], deadline)
         if struct.unpack(f"<{num_blocks}Q", trailer) != chunk.generations:
             raise CorruptBlock(peer, f"blocks of chunk {chunk.index} were reused during the copy")
         if chunk.checksum is not None and checksum(self._region, into) != chunk.checksum:
@@ -232,8 +245,7 @@ class TcpTransport:
         """Shut every busy connection down; later fetches fail."""
         self._aborted = True
         for sock in list(self._busy):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            shut_down(sock)
 
     async def close(self) -> None:
         """Wait for the copies, close the connections; see Transport."""
@@ -241,46 +253,3 @@ class TcpTransport:
         await asyncio.to_thread(self._executor.shutdown)
         while self._idle:
             self._idle.pop().close()
-
-
-def _patience(sock: socket.socket, deadline: float | None) -> None:
-    """Let the next call on `sock` wait until `deadline` at most. Raises TimeoutError when that is past."""
-    if deadline is not None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("timed out")
-        sock.settimeout(left_s)
-
-
-def receive_into(sock: socket.socket, views: list[memoryview], deadline: float | None = None) -> bool:
-    """Fill `views` in order; False when the connection ends before the first byte.
-
-    Raises OSError when it ends later, breaks or the deadline (monotonic) passes.
-    """
-    views, first = [v.cast("B") for v in views if v.nbytes], True
-    while views:
-        _patience(sock, deadline)
-        received = sock.recvmsg_into(views[:MAX_IOVECS])[0]
-        if received == 0:
-            if first:
-                return False
-            raise ConnectionResetError("the connection ended in mid-message")
-        first = False
-        views = _advance(views, received)
-    return True
-
-
-def send_all(sock: socket.socket, views: list[memoryview]) -> None:
-    """Send `views` in order. Raises OSError."""
-    views = [v.cast("B") for v in views if v.nbytes]
-    while views:
-        views = _advance(views, sock.sendmsg(views[:MAX_IOVECS]))
-
-
-def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Drop the first `nbytes` bytes of `views`."""
-    index = 0
-    while nbytes and nbytes >= views[index].nbytes:
-        nbytes -= views[index].nbytes
-        index += 1
-    return [views[index][nbytes:], *views[index + 1 :]] if nbytes else views[index:]

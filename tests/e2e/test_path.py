@@ -11,35 +11,10 @@ import pytest
 
 from tandem.types import Role
 from tandem.v1 import generation_pb2 as pb
-from tests.support.fake_model import fake_files, fake_runner_factory
-from tests.support.inprocess import SECRET, InProcessCluster, test_config
+from tests.support.fake_cluster import BLOCK, CHUNK, cluster, prompt_of, references
+from tests.support.inprocess import SECRET
 
-BLOCK, CHUNK = 4, 16
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
-
-
-def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{seed}/{num_tokens}")
-    return [rng.randrange(3, 200) for _ in range(num_tokens)]
-
-
-def cluster(
-    folder: Path, *, prefill: int = 1, decode: int = 1, step_s: float = 0.0, **settings: object
-) -> InProcessCluster:
-    return InProcessCluster(
-        test_config(**settings),
-        fake_files(folder),
-        prefill=prefill,
-        decode=decode,
-        runner_factory=fake_runner_factory(step_s),
-    )
-
-
-async def references(folder: Path, prompts: list[list[int]], **sampling: object) -> list[list[int]]:
-    """The undisturbed aggregated run, one request at a time."""
-    async with cluster(folder, prefill=0) as aggregated:
-        streams = [await aggregated.generate(prompt, ignore_eos=True, **sampling) for prompt in prompts]
-    return [stream.token_ids for stream in streams]
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

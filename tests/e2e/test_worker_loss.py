@@ -10,7 +10,7 @@ import pytest
 
 from tandem.stream_checker import StreamChecker
 from tandem.types import Role
-from tests.e2e.test_path import CHUNK, cluster, prompt_of, references
+from tests.support.fake_cluster import CHUNK, cluster, prompt_of, references
 from tests.support.inprocess import InProcessCluster
 
 MAX_TOKENS = 40

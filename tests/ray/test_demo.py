@@ -66,10 +66,10 @@ def test_the_demo_answers_shows_its_timeline_and_leaves_nothing(demo):
         assert part in output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(
-    "after", ["Tandem demo", "Ray starts", "the controller starts", "everything serves", "model  "]
-)
+MOMENTS = ["Tandem demo", "Ray starts", "the controller starts", "everything serves", "model  "]
+
+
+@pytest.mark.parametrize(("after", "number"), [*((m, signal.SIGINT) for m in MOMENTS), ("Ray starts", signal.SIGTERM)])
 def test_interrupting_the_demo_at_any_moment_leaves_nothing(demo, after, number):
     process = demo()
     seen = ""

@@ -1,256 +1,35 @@
-"""The router's heart (fleet, sessions, line, lifecycles) over fake workers, on a virtual-time loop.
-
-async with FakeCluster(seed=1) as cluster:
-    run = cluster.start("r0", prompt_of(20), max_tokens=6)
-    await run.ended()
-    await cluster.assert_baseline()
-"""
+"""In-process clusters around the fake engine, their prompts, and the undisturbed run to compare with."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-from collections.abc import Callable
-from random import Random
-from types import TracebackType
-from typing import Any, Self
+import random
+from pathlib import Path
 
-from router.admission import Line
-from router.answer import Answer
-from router.client_stream import ClientStream
-from router.directory import StaticDirectory
-from router.fleet import Fleet
-from router.lifecycle import Lifecycle
-from router.request import ResolvedRequest
-from tandem.config import TimingConfig
-from tandem.states import RequestState
-from tandem.stream_checker import StreamChecker
-from tandem.types import AttemptKey, Directory, RequestKey, Sampling
-from tests.support.fake_network import Network
-from tests.support.fake_workers import FakeDecode, FakePrefill, FakeWorker, dialler, next_token
+from tests.support.fake_model import fake_files, fake_runner_factory
+from tests.support.inprocess import InProcessCluster, test_config
 
-ROUTER = 4711
-# everything that may hold something lets go within a lease, the sweep's period and a redial
-QUIESCE_S = 15.0
-SLOW_READER_TOKENS = 1024
+BLOCK, CHUNK = 4, 16
 
 
-def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
-    rng = Random(f"{seed}/{num_tokens}")
-    return tuple(rng.randrange(1, 200) for _ in range(num_tokens))
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{seed}/{num_tokens}")
+    return [rng.randrange(3, 200) for _ in range(num_tokens)]
 
 
-def answer_to(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-    """What an undisturbed run answers."""
-    ids = prompt
-    for _ in range(max_tokens):
-        ids = (*ids, next_token(ids))
-    return list(ids[len(prompt) :])
+def cluster(
+    folder: Path, *, prefill: int = 1, decode: int = 1, step_s: float = 0.0, **settings: object
+) -> InProcessCluster:
+    return InProcessCluster(
+        test_config(**settings),
+        fake_files(folder),
+        prefill=prefill,
+        decode=decode,
+        runner_factory=fake_runner_factory(step_s),
+    )
 
 
-class ObservedLifecycle(Lifecycle):
-    """Tells a test of each state as it is entered."""
-
-    on_state: Callable[[RequestState], None] = staticmethod(lambda state: None)  # type: ignore[assignment]
-
-    def _advance(self, state: RequestState) -> None:
-        super()._advance(state)
-        self.on_state(state)
-
-
-class Run:
-    """One request with a client that reads everything and checks it."""
-
-    def __init__(self, request: ResolvedRequest, life: ObservedLifecycle, stream: ClientStream) -> None:
-        self.request = request
-        self.life = life
-        self.stream = stream
-        self.error: Exception | None = None
-        expected = answer_to(request.prompt_token_ids, request.sampling.max_tokens)
-        self.checker = StreamChecker(
-            max_tokens=request.sampling.max_tokens,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            references={0: expected},
-        )
-        self.task = asyncio.create_task(life.run(), name=f"life of {request.request_id}")
-        self.client = asyncio.create_task(self._read(), name=f"client of {request.request_id}")
-
-    async def _read(self) -> None:
-        try:
-            async for response in self.stream.responses():
-                self.checker.accept(response)
-        except Exception as exc:
-            if isinstance(exc, AssertionError):
-                raise
-            self.error = exc
-            self.checker.fail(str(exc))
-        self.checker.close()
-
-    async def ended(self) -> None:
-        """Wait for the terminal event, then for the lifecycle's own end."""
-        await self.client
-        await asyncio.gather(self.task, return_exceptions=True)
-        assert not self.life.state.live
-
-
-class FakeCluster:
-    """One router over fake workers. A worker that dies comes back under its name after restart_s, if that is set."""
-
-    def __init__(
-        self,
-        seed: int,
-        *,
-        prefill: int = 1,
-        decode: int = 1,
-        prefill_blocks: int = 64,
-        decode_blocks: int = 64,
-        prefill_target: int | None = None,
-        queue_ttl_s: float = 120.0,
-        timing: TimingConfig | None = None,
-    ) -> None:
-        self.network = Network(seed)
-        self.timing = timing or TimingConfig()
-        self.workers: dict[str, FakeWorker] = {}
-        self.counters: Counter[str] = Counter()
-        self.line = Line()
-        self.runs: list[Run] = []
-        self._blocks = {"p": prefill_blocks, "d": decode_blocks}
-        self._prefill_target = prefill if prefill_target is None else prefill_target
-        self._queue_ttl_s = queue_ttl_s
-        self._gone: list[FakeWorker] = []
-        self._unlisted: set[str] = set()
-        for number in range(prefill):
-            FakePrefill(self.network, number, prefill_blocks, self.workers)
-        for number in range(decode):
-            FakeDecode(self.network, number, decode_blocks, self.workers)
-        self.directory = StaticDirectory(self._directory())
-        self.fleet = Fleet(self.directory, self.timing, ROUTER, dialler(self.workers), self.counters, self.line.wake)
-        self._fleet_task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._fleet_task = asyncio.create_task(self.fleet.run(), name="fleet")
-        async with asyncio.timeout(10):
-            while not all(link.up for link in self._links()) or len(self._links()) < len(self.workers):
-                await asyncio.sleep(0.01)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for run in self.runs:
-            run.task.cancel()
-            run.client.cancel()
-        await asyncio.gather(*(task for run in self.runs for task in (run.task, run.client)), return_exceptions=True)
-        await self.stop_router()
-        for worker in [*self.workers.values(), *self._gone]:
-            await worker.stop()
-
-    # ---- the directory
-
-    def _directory(self) -> Directory:
-        listed = tuple(w.info for name, w in self.workers.items() if w.alive and name not in self._unlisted)
-        return Directory(listed, prefill_target=self._prefill_target, decode_target=1)
-
-    def publish(self, *, prefill_target: int | None = None, unlisted: set[str] | None = None) -> None:
-        """Make the directory what the workers are now."""
-        if prefill_target is not None:
-            self._prefill_target = prefill_target
-        if unlisted is not None:
-            self._unlisted = unlisted
-        self.directory.replace(self._directory())
-
-    @property
-    def prefill(self) -> FakePrefill:
-        worker = self.workers["prefill-0"]
-        assert isinstance(worker, FakePrefill)
-        return worker
-
-    @property
-    def decode(self) -> FakeDecode:
-        worker = self.workers["decode-0"]
-        assert isinstance(worker, FakeDecode)
-        return worker
-
-    def kill(self, worker: FakeWorker, restart_s: float | None = 0.3) -> None:
-        """kill -9; a new incarnation follows under the same name."""
-        worker.die()
-        self._gone.append(worker)
-        if restart_s is not None:
-            asyncio.get_running_loop().call_later(restart_s, self.restart, worker)
-
-    def restart(self, dead: FakeWorker) -> None:
-        number = int(dead.info.worker_id.rpartition("-")[2])
-        type(dead)(self.network, number, self._blocks[dead.letter], self.workers)
-        self.publish()
-
-    # ---- the router
-
-    def _links(self) -> list[Any]:
-        return [*self.fleet.prefill_workers, *self.fleet.decode_workers]
-
-    async def stop_router(self) -> None:
-        """The router's process ends; its sessions with it."""
-        task, self._fleet_task = self._fleet_task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def kill_router(self) -> None:
-        """kill -9 of the router: nothing that it would still say is heard."""
-        for worker in self.workers.values():
-            worker.break_sessions()
-        self.network.loses = lambda name, message: name.startswith("r")
-        for run in self.runs:
-            run.task.cancel()
-            run.client.cancel()
-        await self.stop_router()
-
-    def start(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        max_tokens: int,
-        deadline_s: float = 600.0,
-        on_state: Callable[[RequestState], None] | None = None,
-        slow_reader_tokens: int = SLOW_READER_TOKENS,
-    ) -> Run:
-        now = asyncio.get_running_loop().time()
-        request = ResolvedRequest(
-            request_id=request_id,
-            arrival=len(self.runs),
-            prompt_token_ids=prompt,
-            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, seed=7, stop_token_ids=(0,)),
-            stop=(),
-            arrived_at=now,
-            deadline=now + deadline_s,
-        )
-        stream = ClientStream(1, 7, slow_reader_tokens)
-        life = ObservedLifecycle(
-            request,
-            0,
-            Answer(request, 0, None, stream),
-            stream,
-            self.fleet,
-            self.line,
-            self.timing,
-            self._queue_ttl_s,
-            self.network.rng,
-        )
-        if on_state is not None:
-            life.on_state = on_state  # type: ignore[method-assign]
-        run = Run(request, life, stream)
-        self.runs.append(run)
-        return run
-
-    def attempt_key(self, run: Run) -> AttemptKey:
-        """The key of the run's attempt that decode workers know it by."""
-        return AttemptKey(ROUTER, RequestKey(run.request.request_id, 0, run.life._num_attempts))
-
-    async def assert_baseline(self) -> None:
-        """Nothing is held anywhere once everybody had the time to let go (I5)."""
-        await asyncio.sleep(QUIESCE_S)
-        for worker in self.workers.values():
-            worker.assert_baseline()
-        assert len(self.line) == 0, "somebody stands in line for ever"
-        for link in self._links():
-            assert not link._inboxes, f"{link.worker_id} has inboxes of requests that are over"
+async def references(folder: Path, prompts: list[list[int]], **sampling: object) -> list[list[int]]:
+    """The undisturbed aggregated run, one request at a time."""
+    async with cluster(folder, prefill=0) as aggregated:
+        streams = [await aggregated.generate(prompt, ignore_eos=True, **sampling) for prompt in prompts]
+    return [stream.token_ids for stream in streams]

@@ -44,6 +44,7 @@ from tandem.types import (
     FinishReason,
     LoadReport,
     PeerEndpoint,
+    RequestKey,
     Role,
     Sampling,
     WorkerInfo,
@@ -136,7 +137,10 @@ class Held:
 
 
 class FakeWorker(ABC):
-    """One process. `pause` stops it as SIGSTOP does, `wedge` its step loop only, `die` for good."""
+    """One process. `pause` stops it as SIGSTOP does, `wedge` its step loop only, `die` for good.
+
+    pace: how many times slower than usual it computes and copies.
+    """
 
     letter: str
     role: Role
@@ -150,6 +154,8 @@ class FakeWorker(ABC):
         self.held: dict[AttemptKey, Held] = {}
         self.num_fenced = 0
         self.draining = False
+        self.pace = 1.0
+        self.offer_timeout_s = OFFER_TIMEOUT_S
         self.alive = True
         self._workers = workers
         self._running = asyncio.Event()
@@ -185,7 +191,7 @@ class FakeWorker(ABC):
 
     async def _work(self, duration_s: float) -> None:
         """Let the step loop compute for so long."""
-        await asyncio.sleep(duration_s * self.network.rng.uniform(0.5, 1.5))
+        await asyncio.sleep(duration_s * self.pace * self.network.rng.uniform(0.5, 1.5))
         await self._stepping.wait()
         await self._running.wait()
         self.num_steps += 1
@@ -217,6 +223,24 @@ class FakeWorker(ABC):
 
     def unwedge(self) -> None:
         self._stepping.set()
+
+    def occupy(self, num_blocks: int, duration_s: float) -> None:
+        """Somebody else holds so many blocks for a while."""
+        num_blocks = min(num_blocks, self.num_free)
+        self.num_free -= num_blocks
+
+        def give_back() -> None:
+            self._give_back(AttemptKey(0, RequestKey("somebody else", 0, 0)), Held(num_blocks))
+
+        asyncio.get_running_loop().call_later(duration_s, give_back)
+
+    def drain(self) -> None:
+        self.draining = True
+        for router in list(self._sessions):
+            self._send(router, self.load())
+
+    def undrain(self) -> None:
+        self.draining = False
 
     def break_sessions(self) -> None:
         """The network between router and this worker fails for a moment."""
@@ -478,7 +502,7 @@ class FakePrefill(FakeWorker):
         self._commit_when_acked(key, held)
 
     async def _offer_deadline(self, key: AttemptKey, held: Held, chunk: int) -> None:
-        await asyncio.sleep(OFFER_TIMEOUT_S)
+        await asyncio.sleep(self.offer_timeout_s)
         await self._running.wait()
         if self.held.get(key) is held and chunk not in held.acked:
             peer = held.subscriber.decode.info.worker_id if held.subscriber else ""
@@ -518,7 +542,10 @@ class FakePrefill(FakeWorker):
 
 
 class FakeDecode(FakeWorker):
-    """Reservations, copies, decode steps. `corrupt_next` spoils the next copy, `preempt` takes a row's blocks."""
+    """Reservations, copies, decode steps.
+
+    `corrupts` spoils the next copy of a request, `preempt` takes a row's blocks.
+    """
 
     letter = "d"
     role = Role.DECODE
@@ -526,7 +553,7 @@ class FakeDecode(FakeWorker):
     def __init__(self, *args: Any) -> None:
         self.pairs: dict[int, PairChannel] = {}
         self.copying: dict[tuple[AttemptKey, int], int] = {}
-        self.corrupt_next = False
+        self.corrupts: str | None = None
         super().__init__(*args)
 
     def _break_pairs(self) -> None:
@@ -593,7 +620,7 @@ class FakeDecode(FakeWorker):
 
     async def _copy(self, channel: PairChannel, key: AttemptKey, held: Held, chunk: int) -> None:
         try:
-            await asyncio.sleep(COPY_S * self.network.rng.uniform(0.2, 2))
+            await asyncio.sleep(COPY_S * self.pace * self.network.rng.uniform(0.2, 2))
             await self._running.wait()
         finally:
             self.copying.pop((key, chunk), None)
@@ -601,7 +628,9 @@ class FakeDecode(FakeWorker):
                 self._return_if_last(key, held)
         if self.held.get(key) is not held:
             return
-        corrupted, self.corrupt_next = self.corrupt_next, False
+        corrupted = self.corrupts == key.key.request_id
+        if corrupted:
+            self.corrupts = None
         if corrupted or not channel.prefill.still_offers(key, chunk):
             channel.to_prefill(Abort(key))
             return self._fail(key, FailureReason.CORRUPT, f"chunk {chunk}", channel.prefill.info.worker_id)

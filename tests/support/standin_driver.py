@@ -1,4 +1,4 @@
-"""Creates a controller over stand-in actors in the Ray of RAY_ADDRESS: `python -m tests.support.standin_driver NAME PORT`.
+"""Creates a controller over stand-in actors in the Ray of RAY_ADDRESS; the order comes as one JSON line on stdin.
 
 A process of its own, as `deploy.bootstrap` is, so that no test process turns into a Ray driver.
 """

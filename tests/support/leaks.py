@@ -1,0 +1,58 @@
+"""What a process holds, so that a test can show that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+SETTLE_TIMEOUT_S = 10.0
+
+
+def open_fds() -> dict[int, str]:
+    """Descriptor -> what it is open on."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:
+            continue  # the listing's own descriptor
+    return found
+
+
+def num_memfds() -> int:
+    return sum("memfd:" in target for target in open_fds().values())
+
+
+def num_pool_maps() -> int:
+    """Maps of KV pools, ours and other workers'."""
+    return sum("memfd:tandem-kv" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def transport_threads() -> list[str]:
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("kv-"))
+
+
+def other_tasks() -> list[str]:
+    return sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task())
+
+
+def held() -> tuple[int, int, int, list[str], list[str]]:
+    """(descriptors, memfds, pool maps, transport threads, tasks)."""
+    return len(open_fds()), num_memfds(), num_pool_maps(), transport_threads(), other_tasks()
+
+
+@asynccontextmanager
+async def nothing_left_behind() -> AsyncIterator[None]:
+    """What is held at the end is what was held before. gRPC closes its sockets a little later: it gets that time."""
+    before = held()
+    yield
+    try:
+        async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            while held() != before:  # noqa: ASYNC110 - /proc sends no events
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        assert held() == before, open_fds()
