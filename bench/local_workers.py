@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -19,21 +18,13 @@ from tandem.types import Role, WorkerInfo
 START_TIMEOUT_S = 180.0
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerProcess:
-    """A started worker: its directory entry and how to end it."""
-
-    info: WorkerInfo
-    process: BaseProcess
-
-    def stop(self) -> None:
-        """End the process; kill it if it does not go within 10 s."""
-        if self.process.is_alive():
-            self.process.terminate()
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(10)
+def _end(process: BaseProcess) -> None:
+    """End the process; kill it if it does not go within 10 s."""
+    process.terminate()
+    process.join(10)
+    if process.is_alive():
+        process.kill()
+        process.join(10)
 
 
 def _serve(
@@ -59,32 +50,34 @@ def _serve(
 @contextmanager
 def pinned_workers(
     specs: list[tuple[Role, str, set[int]]], config: ClusterConfig, files: ModelFiles, secret: str
-) -> Iterator[list[WorkerProcess]]:
-    """Start one process per (role, worker_id, cores); yield them in order; end them all.
+) -> Iterator[list[WorkerInfo]]:
+    """Start one process per (role, worker_id, cores); yield their directory entries in order; end them all.
 
     Raises RuntimeError when one does not come up in time.
     """
     context = multiprocessing.get_context("spawn")
     started: list[tuple[BaseProcess, Connection]] = []
-    workers: list[WorkerProcess] = []
     try:
         for role, worker_id, cores in specs:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(
+            process: BaseProcess = context.Process(
                 target=_serve, args=(role, worker_id, config, files, secret, cores, theirs), name=worker_id
             )
             process.start()
             theirs.close()
             started.append((process, ours))
-        for process, ours in started:
-            if not ours.poll(START_TIMEOUT_S):
-                raise RuntimeError(f"{process.name} did not come up within {START_TIMEOUT_S:.0f} s")
-            try:
-                workers.append(WorkerProcess(ours.recv(), process))
-            except EOFError as exc:
-                raise RuntimeError(f"{process.name} ended while starting; its error is above") from exc
-        yield workers
+        yield [_directory_entry(process, pipe) for process, pipe in started]
     finally:
-        for process, ours in started:
-            ours.close()
-            WorkerProcess.stop(WorkerProcess(None, process))  # type: ignore[arg-type]
+        for process, pipe in started:
+            pipe.close()
+            _end(process)
+
+
+def _directory_entry(process: BaseProcess, pipe: Connection) -> WorkerInfo:
+    if not pipe.poll(START_TIMEOUT_S):
+        raise RuntimeError(f"{process.name} did not come up within {START_TIMEOUT_S:.0f} s")
+    try:
+        entry: WorkerInfo = pipe.recv()
+    except EOFError as exc:
+        raise RuntimeError(f"{process.name} ended while starting; its error is above") from exc
+    return entry

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench.local_workers import WorkerProcess, pinned_workers
+from bench.local_workers import pinned_workers
 from bench.seeded_model import write_seeded_llama
 from router.app import RouterApp
 from router.directory import StaticDirectory
@@ -36,7 +36,7 @@ from tandem.client import TandemClient
 from tandem.config import ClusterConfig, load_config
 from tandem.model_files import ModelFiles, resolve_model
 from tandem.model_info import read_model_info
-from tandem.types import Directory, Role
+from tandem.types import Directory, Role, WorkerInfo
 
 REQUEST_TIMEOUT_S = 300.0
 
@@ -104,13 +104,11 @@ async def keep_decoding(client: TandemClient, seed: int, max_tokens: int) -> Non
 
 
 async def start_arm(
-    stack: AsyncExitStack, config: ClusterConfig, files: ModelFiles, secret: str, workers: list[WorkerProcess]
+    stack: AsyncExitStack, config: ClusterConfig, files: ModelFiles, secret: str, workers: list[WorkerInfo]
 ) -> TandemClient:
     """A router over `workers`; returns a client of it. Both end with `stack`."""
-    prefill = sum(w.info.role is Role.PREFILL for w in workers)
-    directory = Directory(
-        workers=tuple(w.info for w in workers), prefill_target=prefill, decode_target=len(workers) - prefill
-    )
+    prefill = sum(w.role is Role.PREFILL for w in workers)
+    directory = Directory(workers=tuple(workers), prefill_target=prefill, decode_target=len(workers) - prefill)
     router = RouterApp(config, read_model_info(files, config.model), None, StaticDirectory(directory), secret)
     address = await router.start()
     stack.push_async_callback(router.stop, 1.0)

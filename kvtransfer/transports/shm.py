@@ -6,6 +6,7 @@ and after the copy: a block that was reused meanwhile is CorruptBlock, never REA
 
 from __future__ import annotations
 
+import array
 import asyncio
 import ctypes
 import fcntl
@@ -105,7 +106,7 @@ class ShmTransport:
                     require_same_user(sock)
                     await prove_as_reader(sock, self._secret)
                     await _readable(sock)
-                header, fds, _flags, _address = socket.recv_fds(sock, _HEADER.size, 1, socket.MSG_CMSG_CLOEXEC)
+                header, fds = receive_fds(sock, _HEADER.size)
         except (OSError, TimeoutError, HandshakeError) as exc:
             raise KVTransferError(peer.worker_id, f"shm socket {peer.shm_name}: {str(exc) or 'timed out'}") from exc
         try:
@@ -198,6 +199,16 @@ def pair_runs(source: Sequence[int], target: Sequence[int], max_count: int) -> l
                 continue
         runs.append((src, dst, 1))
     return runs
+
+
+def receive_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
+    """Up to `nbytes` and the descriptors that came with them, closed on exec (socket.recv_fds of 3.11 drops flags)."""
+    fds = array.array("i")
+    data, ancillary, _flags, _address = sock.recvmsg(nbytes, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds)
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -1,3 +1,4 @@
+import itertools
 import socket
 import threading
 import time
@@ -75,7 +76,7 @@ def test_more_views_than_a_call_takes_arrive_in_order_through_small_buffers(ends
     sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # partial sends and receives
     data = b"".join(i.to_bytes(4, "little") * (i % 7) for i in range(num_views)) + b"the end"
     cuts = [0, *sorted({i * len(data) // num_views for i in range(1, num_views)}), len(data)]
-    outgoing = [memoryview(data)[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+    outgoing = [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)]
     into = bytearray(len(data))
     incoming = [memoryview(into)[a : a + 3] for a in range(0, len(data), 3)]
     thread = threading.Thread(target=send_all, args=(sender, [memoryview(b""), *outgoing], soon()))

@@ -3,6 +3,7 @@ import ctypes.util
 import fcntl
 import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_a_new_pool_is_zero_and_wholly_in_memory():
         assert not any(region.buffer) and not region.generations.any()
         resident = next(
             int(line.split()[1])
-            for entry in open("/proc/self/smaps").read().split("VmFlags")
+            for entry in Path("/proc/self/smaps").read_text().split("VmFlags")
             if "memfd:tandem-kv" in entry
             for line in entry.splitlines()
             if line.startswith("Rss:")

@@ -47,7 +47,7 @@ async def test_one_host_gets_shm_and_falls_back_to_tcp_where_the_socket_cannot_b
                 (
                     endpoint(unused_shm_name(), tcp_address),
                     "tcp",
-                ),  # another network namespace: equal node id, no socket
+                ),  # another network namespace: no socket
                 (endpoint("", tcp_address), "tcp"),
             ]:
                 transport = await connect(target, peer)
