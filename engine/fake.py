@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import xxhash
 
 from engine.scheduler import Batch, ScheduledRow
 from tandem.layout import KVLayout
@@ -18,7 +19,7 @@ _MASK = (1 << 64) - 1
 
 
 class FakeRunner:
-    """Next token = a hash of all values of the row's context, modulo vocab_size. See engine.runner.Runner."""
+    """Next token = a hash of all bytes of the row's context, modulo vocab_size. See engine.runner.Runner."""
 
     def __init__(
         self, kv: memoryview, num_blocks: int, layout: KVLayout, *, vocab_size: int = 256, delay_s: float = 0.0
@@ -46,14 +47,7 @@ class FakeRunner:
             self._values[s.row.block_table[position // size], position % size] = value
         if not s.samples:
             return None
-        state = np.uint64(0)
+        context = xxhash.xxh3_64()
         for index, block_id in enumerate(s.row.block_table[: self._layout.num_blocks_for(s.end)]):
-            used = self._values[block_id, : s.end - index * size]
-            state = state * np.uint64(31) + np.bitwise_xor.reduce(used * np.uint64(_MIX | 1), axis=None)
-            weights = np.arange(1, used.size + 1, dtype=np.uint64)
-            state = state + (used.ravel() * weights).sum(dtype=np.uint64)
-        # the high bits of the product depend on every bit of the state, the low ones only on its low ones
-        mixed = int(state)
-        mixed = (mixed ^ (mixed >> 32)) * _MIX & _MASK
-        mixed = (mixed ^ (mixed >> 32)) * _MIX & _MASK
-        return (mixed >> 32) % self._vocab_size
+            context.update(self._values[block_id, : s.end - index * size].tobytes())
+        return context.intdigest() % self._vocab_size

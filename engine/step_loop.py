@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from tandem.config import EngineConfig
 from tandem.types import AttemptKey, FinishReason
 
 IDLE_TICK_S = 0.5
-# before the first step of a kind has been timed: the first one also warms the allocator up
+# before any step has been timed: the first one also warms the allocator up
 UNKNOWN_STEP_S = 10.0
 
 
@@ -48,6 +48,20 @@ class StepResult:
     duration_s: float
 
 
+def estimate_step_s(slowest_s: Mapping[int, float], num_tokens: int) -> float:
+    """How long a step of `num_tokens` may take, from the slowest recent steps by size class (`num_tokens.bit_length()`).
+
+    A class that was never timed is judged by the next smaller one, for a step costs at most in proportion to its
+    tokens; without one by the next larger; without any it is UNKNOWN_STEP_S. Too low an estimate would have the router
+    take the first long chunk after short prompts for a hang.
+    """
+    size = num_tokens.bit_length()
+    smaller = [s for s in slowest_s if s <= size]
+    if smaller:
+        return slowest_s[max(smaller)] * 2.0 ** (size - max(smaller))
+    return slowest_s[min(slowest_s)] if slowest_s else UNKNOWN_STEP_S
+
+
 class StepLoop:
     """Continuous batching over whatever rows are added. `publish` is called on the event loop after every step."""
 
@@ -60,7 +74,7 @@ class StepLoop:
         self._running: frozenset[AttemptKey] = frozenset()
         self._after_step: list[Callable[[], None]] = []
         self._wake = asyncio.Event()
-        self._step_s: dict[str, float] = {}  # recent slowest step by kind
+        self._slowest_s: dict[int, float] = {}  # recent slowest step by size class
         self.progress = 0
         self.announced_step_s = 0.0
         self.num_prefill_tokens = 0
@@ -111,11 +125,11 @@ class StepLoop:
                     await self._idle()
                     continue
                 self._running = frozenset(s.row.key for s in batch.rows)
-                self.announced_step_s = self._estimate(batch)
+                self.announced_step_s = estimate_step_s(self._slowest_s, batch.num_tokens)
                 started = time.monotonic()
                 token_ids = await loop.run_in_executor(executor, self._runner.execute, batch)
                 duration_s = time.monotonic() - started
-                self._learn(batch, duration_s)
+                self._learn(batch.num_tokens, duration_s)
                 result = self._book(batch, token_ids, duration_s)
                 self._running = frozenset()
                 self._publish(result)
@@ -167,13 +181,7 @@ class StepLoop:
         for then in waiting:
             then()
 
-    def _kind(self, batch: Batch) -> str:
-        return "decode" if batch.num_decode_rows == len(batch.rows) else "prefill"
-
-    def _estimate(self, batch: Batch) -> float:
-        return self._step_s.get(self._kind(batch), UNKNOWN_STEP_S)
-
-    def _learn(self, batch: Batch, duration_s: float) -> None:
-        """Remember the slowest recent step of the kind; an old peak fades by a twentieth a step."""
-        kind = self._kind(batch)
-        self._step_s[kind] = max(duration_s, self._step_s.get(kind, 0.0) * 0.95)
+    def _learn(self, num_tokens: int, duration_s: float) -> None:
+        """Remember the slowest recent step of the size class; an old peak fades by a twentieth a step."""
+        size = num_tokens.bit_length()
+        self._slowest_s[size] = max(duration_s, self._slowest_s.get(size, 0.0) * 0.95)

@@ -14,6 +14,21 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
+# keys that change the mathematics, below the architecture's name, and the value that does not
+_NEUTRAL: dict[str, Any] = {
+    "expert_count": 0,
+    "use_parallel_residual": False,
+    "rope.scale_linear": 1.0,
+    "attention.scale": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attention.causal": True,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+}
 # tokens that end an answer beside EOS, where the file names them
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>")
@@ -35,21 +50,21 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.{key}", default)
 
-    def need(key: str) -> Any:
+    def need(key: str, kind: type = int) -> Any:
         value = get(key)
-        if value is None:
-            raise ModelError(f"{path}: metadata key {architecture}.{key} is missing")
+        if not isinstance(value, kind) or not value:  # a list means that layers differ
+            found = "is missing" if value is None else f"= {value!r} is not implemented"
+            raise ModelError(f"{path}: metadata key {architecture}.{key} {found}")
         return value
 
+    neutral = dict(_NEUTRAL)
     num_heads = need("attention.head_count")
     head_dim = get("attention.key_length") or need("embedding_length") // num_heads
-    rotary = get("rope.dimension_count", head_dim)
-    if rotary != head_dim:
-        raise ModelError(f"{path}: {architecture}.rope.dimension_count = {rotary} of {head_dim} is not implemented")
-    if get("expert_count", 0):
-        raise ModelError(f"{path}: {architecture}.expert_count: mixture of experts is not implemented")
-    if get("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{path}: {architecture}.attention.value_length differs from key_length: not implemented")
+    for key in ("rope.dimension_count", "attention.value_length"):
+        neutral[key] = head_dim
+    for key, value in neutral.items():
+        if get(key, value) != value:
+            raise ModelError(f"{path}: metadata key {architecture}.{key} = {get(key)!r} is not implemented")
     config: dict[str, Any] = {
         "architectures": [hf_architecture],
         "model_type": model_type,
@@ -59,10 +74,10 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": need("attention.layer_norm_rms_epsilon", float),
         "rope_theta": get("rope.freq_base", 10000.0),
         "max_position_embeddings": need("context_length"),
-        "vocab_size": get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", [])),
+        "vocab_size": get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", [])) or None,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _end_ids(metadata) or None,
         "sliding_window": get("attention.sliding_window"),

@@ -12,8 +12,17 @@ import torch
 from engine.loader import LoadedModel, load_model
 from engine.spec import RopeSpec
 from tandem.types import Sampling
-from tests.support.engine_runs import BLOCK, CHUNK, assert_equals_oracle, attempt_key, generate, greedy, poisoned_runner
-from tests.support.engine_runs import make_row, run_to_end
+from tests.support.engine_runs import (
+    BLOCK,
+    CHUNK,
+    assert_equals_oracle,
+    attempt_key,
+    generate,
+    greedy,
+    make_row,
+    poisoned_runner,
+    run_to_end,
+)
 from tests.support.tiny_models import FAMILIES, TinyModel, prompt_ids, write_tiny_model
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]

@@ -71,8 +71,14 @@ def test_a_flat_distribution_needs_more_than_the_few_likeliest_tokens(size: int,
     logits=st.lists(tenths, min_size=2, max_size=30, unique=True),
     u=st.floats(0, 1, exclude_max=True),
     sampling=st.sampled_from(
-        [Sampling(1, temperature=1e-6), Sampling(1, temperature=5e-324), Sampling(1, top_p=1e-9), Sampling(1, top_k=1)]
-        + [Sampling(1, top_p=0.0), Sampling(1, min_p=1.0)]
+        [
+            Sampling(1, temperature=1e-6),
+            Sampling(1, temperature=5e-324),
+            Sampling(1, top_p=1e-9),
+            Sampling(1, top_p=0.0),
+            Sampling(1, top_k=1),
+            Sampling(1, min_p=1.0),
+        ]
     ),
 )
 def test_the_narrowest_settings_equal_greedy(logits: list[float], u: float, sampling: Sampling) -> None:

@@ -109,8 +109,14 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones(architectures: l
 
 @pytest.mark.parametrize(
     "key",
-    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    + ["max_position_embeddings"],
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ],
 )
 @pytest.mark.parametrize("value", [None, 0, -1, "4", 2.5, True, [4, 4]])
 def test_a_size_that_is_missing_or_no_size_is_named(key: str, value: Any) -> None:
@@ -120,8 +126,16 @@ def test_a_size_that_is_missing_or_no_size_is_named(key: str, value: Any) -> Non
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("num_key_value_heads", 3), ("num_key_value_heads", [2, 2]), ("head_dim", 5), ("head_dim", "16")]
-    + [("rms_norm_eps", "small"), ("rms_norm_eps", 0), ("rope_theta", "10000"), ("rope_scaling", "linear")],
+    [
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", [2, 2]),
+        ("head_dim", 5),
+        ("head_dim", "16"),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", 0),
+        ("rope_theta", "10000"),
+        ("rope_scaling", "linear"),
+    ],
 )
 def test_a_value_that_cannot_be_is_named(key: str, value: Any) -> None:
     with pytest.raises(ModelError, match=key):

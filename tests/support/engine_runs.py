@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -109,3 +109,15 @@ def assert_equals_oracle(
         num_sure += int(sure.sum())
         assert torch.equal(torch.tensor(answer)[sure], best.indices[:, 0][sure]), f"prompt of {len(prompt)} tokens"
     assert num_sure > 0.8 * max_tokens * len(prompts), f"the oracle is sure of {num_sure} tokens only"
+
+
+def assert_equal_weights(ours: LoadedModel, theirs: LoadedModel) -> None:
+    """Bit for bit."""
+    assert ours.spec.tie_embeddings == theirs.spec.tie_embeddings
+    for name in ("embedding", "norm", "lm_head"):
+        assert torch.equal(getattr(ours.weights, name), getattr(theirs.weights, name)), name
+    for i, (a, b) in enumerate(zip(ours.weights.layers, theirs.weights.layers, strict=True)):
+        for weight in fields(a):
+            one, other = getattr(a, weight.name), getattr(b, weight.name)
+            same = one is other if one is None or other is None else torch.equal(one, other)
+            assert same, f"layer {i}, {weight.name}"
