@@ -48,8 +48,8 @@ class ModelSpec:
 
 
 def _llama(config: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
-    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bool(config.get("mlp_bias", False))}
+    bias = _flag(config, "attention_bias")
+    return {"qkv_bias": bias, "output_bias": bias, "mlp_bias": _flag(config, "mlp_bias")}
 
 
 def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def _qwen2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3(config: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(config.get("attention_bias", False))
+    bias = _flag(config, "attention_bias")
     return {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
 
 
@@ -113,8 +113,9 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
 
     Raises ModelError naming the architecture or the key that is not implemented, or the key that is missing.
     """
-    architecture = (config.get("architectures") or [None])[0]
-    if architecture not in FAMILIES:
+    architectures = config.get("architectures") or [None]
+    architecture = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ModelError(f"architecture {architecture!r} is not implemented; these are: {', '.join(sorted(FAMILIES))}")
     config = DEFAULTS.get(architecture, {}) | config
     for key, neutral in NEUTRAL.items():
@@ -142,18 +143,20 @@ def spec_from_config(config: dict[str, Any]) -> ModelSpec:
         norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope=_rope(config, max_model_len),
         max_model_len=max_model_len,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=_flag(config, "tie_word_embeddings"),
         **FAMILIES[architecture](config),
     )
 
 
 def _refuse_sliding_window(config: dict[str, Any], max_model_len: int, *, switched: bool) -> None:
     """`switched`: whether the family has a key that turns the window on."""
-    window = config.get("sliding_window")
-    active = window is not None and window < max_model_len and (not switched or bool(config["use_sliding_window"]))
+    window = config.get("sliding_window") if not switched or _flag(config, "use_sliding_window") else None
+    active = window is not None and _positive(config, "sliding_window") < max_model_len
     layer_types = config.get("layer_types")
     if layer_types is not None:
-        unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+        if not isinstance(layer_types, list):
+            raise ModelError(f"config key layer_types: expected a list, found {layer_types!r}")
+        unknown = {str(t) for t in layer_types} - {"full_attention", "sliding_attention"}
         if unknown:
             raise ModelError(f"config key layer_types: {', '.join(sorted(unknown))} is not implemented")
         active = active and "sliding_attention" in layer_types
@@ -191,6 +194,13 @@ def _positive(config: dict[str, Any], key: str, default: int | None = None) -> i
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ModelError(f"config key {key}: expected a positive integer, found {value!r}")
     return value
+
+
+def _flag(config: dict[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise ModelError(f"config key {key}: expected true or false, found {value!r}")
+    return bool(value)
 
 
 def _number(config: dict[str, Any], key: str, default: float | None = None) -> float:

@@ -49,7 +49,7 @@ class StepResult:
 
 
 def estimate_step_s(slowest_s: Mapping[int, float], num_tokens: int) -> float:
-    """How long a step of `num_tokens` may take, from the slowest recent steps by size class (`num_tokens.bit_length()`).
+    """How long a step of `num_tokens` may take, from the slowest recent steps by size class, `num_tokens.bit_length()`.
 
     A class that was never timed is judged by the next smaller one, for a step costs at most in proportion to its
     tokens; without one by the next larger; without any it is UNKNOWN_STEP_S. Too low an estimate would have the router

@@ -83,7 +83,8 @@ def read_gguf_config(path: Path) -> dict[str, Any]:
         "sliding_window": get("attention.sliding_window"),
         "hidden_act": "silu",
     }
-    scaling = get("rope.scaling.type", "none")
+    # a factor without a type means linear scaling
+    scaling = get("rope.scaling.type") or ("none" if get("rope.scaling.factor", 1.0) in (0.0, 1.0) else "linear")
     if scaling != "none":
         config["rope_scaling"] = {"rope_type": scaling, "factor": get("rope.scaling.factor", 1.0)}
     return config

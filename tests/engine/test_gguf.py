@@ -122,6 +122,7 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(tmp_path: Path) -> None:
     [
         ({"expert_count": 8}, r"llama\.expert_count = 8 is not implemented"),
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "rope_type 'yarn' is not implemented"),
+        ({"rope.scaling.factor": 4.0}, "rope_type 'linear' is not implemented"),
         ({"rope.dimension_count": 8}, r"llama\.rope\.dimension_count = 8 is not implemented"),
         ({"rope.scale_linear": 2.0}, r"llama\.rope\.scale_linear = 2\.0 is not implemented"),
         ({"attention.value_length": 8}, r"llama\.attention\.value_length = 8 is not implemented"),
@@ -135,6 +136,14 @@ def test_gguf_metadata_that_changes_the_mathematics_is_refused_by_name(
     model = write_tiny_model(tmp_path / "hf", "llama2")
     with pytest.raises(ModelError, match=message):
         load_model(write_tiny_gguf(tmp_path / "model.gguf", model, metadata=metadata), "float32")
+
+
+@pytest.mark.parametrize("key", ["attention.layer_norm_rms_epsilon", "block_count", "context_length"])
+def test_a_metadata_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
+    files = write_tiny_gguf(tmp_path / "model.gguf", write_tiny_model(tmp_path / "hf", "llama2"))
+    patched(files, f"llama.{key}".encode(), f"other.{key}"[: len(f"llama.{key}")].encode())
+    with pytest.raises(ModelError, match=rf"model\.gguf: metadata key llama\.{key} is missing"):
+        load_model(files, "float32")
 
 
 def test_another_gguf_architecture_is_named(tmp_path: Path) -> None:

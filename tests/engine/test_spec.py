@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import pytest
 
-from engine.spec import NEUTRAL, RopeSpec, spec_from_config
+from engine.spec import FAMILIES, NEUTRAL, RopeSpec, spec_from_config
 from tandem.errors import ModelError
 
 LLAMA: dict[str, Any] = {
@@ -101,8 +103,8 @@ def test_a_key_that_changes_the_mathematics_is_refused_by_name(key: str) -> None
         assert spec_from_config(config(**{key: value})) == spec_from_config(config())
 
 
-@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
-def test_an_unknown_architecture_is_named_beside_the_known_ones(architectures: list[str] | None) -> None:
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], "GPT2LMHeadModel", [], None])
+def test_an_unknown_architecture_is_named_beside_the_known_ones(architectures: list[str] | str | None) -> None:
     with pytest.raises(ModelError, match=r"(GPT2LMHeadModel|None).*LlamaForCausalLM, MistralForCausalLM"):
         spec_from_config({**LLAMA, "architectures": architectures})
 
@@ -135,11 +137,26 @@ def test_a_size_that_is_missing_or_no_size_is_named(key: str, value: Any) -> Non
         ("rms_norm_eps", 0),
         ("rope_theta", "10000"),
         ("rope_scaling", "linear"),
+        ("tie_word_embeddings", "false"),
+        ("attention_bias", "false"),
+        ("mlp_bias", 1),
+        ("sliding_window", "4096"),
+        ("sliding_window", math.nan),
+        ("layer_types", 3),
+        ("layer_types", [["full_attention"]]),
     ],
 )
 def test_a_value_that_cannot_be_is_named(key: str, value: Any) -> None:
     with pytest.raises(ModelError, match=key):
         spec_from_config(config(**{key: value}))
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("key", sorted({*LLAMA, *NEUTRAL, "sliding_window", "use_sliding_window", "layer_types"}))
+def test_junk_in_any_key_is_read_or_refused_but_never_crashes(architecture: str, key: str) -> None:
+    for junk in (None, True, 0, -1, 2.5, math.nan, math.inf, "x", [], [[1]], {}, {"a": 1}):
+        with contextlib.suppress(ModelError):
+            spec_from_config(config(architecture) | {"sliding_window": None, key: junk})
 
 
 def test_a_rope_per_layer_type_is_refused() -> None:

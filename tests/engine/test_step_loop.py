@@ -14,7 +14,7 @@ from engine.fake import FakeRunner
 from engine.row import Row
 from engine.runner import Runner
 from engine.scheduler import Batch
-from engine.step_loop import UNKNOWN_STEP_S, RowOutput, StepLoop, StepResult
+from engine.step_loop import UNKNOWN_STEP_S, RowOutput, StepLoop, StepResult, estimate_step_s
 from tandem.config import EngineConfig
 from tandem.layout import KVLayout
 from tandem.types import AttemptKey, FinishReason, Sampling
@@ -324,6 +324,38 @@ async def test_progress_stands_still_while_a_step_hangs_and_the_step_is_announce
         # a step of this kind has been timed: an estimate takes the place of the bound
         slowest = max(r.duration_s for r in stage.results)
         assert 0 < stage.loop.announced_step_s <= slowest * 1.05 + 0.1
+        runner.gate.set()
+        await stage.wait_until_empty()
+
+
+@pytest.mark.parametrize(
+    ("slowest_s", "num_tokens", "expected_s"),
+    [
+        ({}, 512, UNKNOWN_STEP_S),
+        ({10: 3.0}, 512, 3.0),
+        ({10: 3.0}, 1023, 3.0),
+        ({6: 0.25, 1: 0.05}, 512, 4.0),  # 16 times the tokens of the nearest smaller class
+        ({10: 3.0, 1: 0.05}, 1, 0.05),  # a slow chunk does not hide a decode step that hangs
+        ({10: 3.0, 8: 1.0}, 1, 1.0),
+    ],
+)
+def test_a_step_is_announced_by_its_size(slowest_s: dict[int, float], num_tokens: int, expected_s: float) -> None:
+    assert estimate_step_s(slowest_s, num_tokens) == expected_s
+
+
+async def test_the_first_long_chunk_after_short_ones_is_announced_as_long() -> None:
+    runner = GatedRunner()
+    stage = Stage(runner, chunk_size=512)
+    async with running(stage.loop):
+        runner.gate.set()
+        stage.loop.add(stage.row(0, 4, 1))
+        await stage.wait_until_empty()
+        short_s = stage.results[0].duration_s
+        runner.gate.clear()
+        runner.entered.clear()
+        stage.loop.add(stage.row(1, 512, 1))
+        await entered(runner)
+        assert stage.loop.announced_step_s == pytest.approx(128 * short_s)
         runner.gate.set()
         await stage.wait_until_empty()
 
