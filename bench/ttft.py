@@ -22,7 +22,9 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -32,13 +34,16 @@ from bench.local_workers import pinned_workers
 from bench.seeded_model import write_seeded_llama
 from router.app import RouterApp
 from router.directory import StaticDirectory
-from tandem.client import TandemClient
 from tandem.config import ClusterConfig, load_config
 from tandem.model_files import ModelFiles, resolve_model
 from tandem.model_info import read_model_info
+from tandem.stream_checker import StreamChecker
 from tandem.types import Directory, Role, WorkerInfo
+from tandem.v1 import generation_pb2 as pb
+from tandem.v1 import generation_pb2_grpc as rpc
 
 REQUEST_TIMEOUT_S = 300.0
+Client = Any  # a GenerationServiceStub: generated code has no types
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,46 +80,49 @@ class Row:
     gap_steps_loaded: float
 
 
-async def ask(client: TandemClient, prompt: list[int], max_tokens: int) -> Sample:
-    """One greedy answer of exactly `max_tokens` tokens, timed at the client."""
-    started, stamps, timeline = time.monotonic(), [], None
-    async with asyncio.timeout(REQUEST_TIMEOUT_S):
-        async for event in client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True):
-            now = time.monotonic()
-            stamps += [now] * len(event.token_ids)
-            timeline = getattr(event, "timeline", None) or timeline
-    assert len(stamps) == max_tokens and timeline is not None, f"{len(stamps)} tokens of {max_tokens}"
+async def ask(client: Client, prompt: list[int], max_tokens: int) -> Sample:
+    """One greedy answer of exactly `max_tokens` tokens, timed at the client. Raises StreamViolation (I1 to I3)."""
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+    )
+    checker = StreamChecker(max_tokens=max_tokens, num_prompt_tokens=len(prompt))
+    started, stamps = time.monotonic(), []
+    async for response in client.Generate(request, timeout=REQUEST_TIMEOUT_S):
+        now, num_before = time.monotonic(), len(checker.token_ids)
+        checker.accept(response)
+        stamps += [now] * (len(checker.token_ids) - num_before)
+    checker.close()
+    assert checker.finish is not None
     gaps = [b - a for a, b in itertools.pairwise(stamps)]
     return Sample(
         ttft_s=stamps[0] - started,
         gap_1_2_s=gaps[0],
         step_s=statistics.median(gaps[1:]),
-        transfer_s=timeline.transfer_s,
-        exposed_transfer_s=timeline.exposed_transfer_s,
+        transfer_s=checker.finish.timeline.transfer_s,
+        exposed_transfer_s=checker.finish.timeline.exposed_transfer_s,
     )
 
 
-async def keep_decoding(client: TandemClient, seed: int, max_tokens: int) -> None:
+async def keep_decoding(client: Client, seed: int, max_tokens: int) -> None:
     """A background stream: short prompts, long answers, until cancelled."""
     rng = np.random.default_rng(seed)
     while True:
-        prompt = rng.integers(10, 4000, 16).tolist()
-        async for _ in client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True):
-            pass
+        await ask(client, rng.integers(10, 4000, 16).tolist(), max_tokens)
 
 
 async def start_arm(
     stack: AsyncExitStack, config: ClusterConfig, files: ModelFiles, secret: str, workers: list[WorkerInfo]
-) -> TandemClient:
+) -> Client:
     """A router over `workers`; returns a client of it. Both end with `stack`."""
     prefill = sum(w.role is Role.PREFILL for w in workers)
     directory = Directory(workers=tuple(workers), prefill_target=prefill, decode_target=len(workers) - prefill)
     router = RouterApp(config, read_model_info(files, config.model), None, StaticDirectory(directory), secret)
     address = await router.start()
     stack.push_async_callback(router.stop, 1.0)
-    client = TandemClient(address)
-    stack.push_async_callback(client.close)
-    return client
+    channel = grpc.aio.insecure_channel(address)
+    stack.push_async_callback(channel.close)
+    return rpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
 
 async def measure(args: argparse.Namespace, config: ClusterConfig, files: ModelFiles) -> list[Row]:

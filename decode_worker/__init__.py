@@ -1,1 +1,1 @@
-"""⑧ The decode role: reservations, joining the batch, publishing steps. `role.py` decides, `build.py` wires."""
+"""⑧ The decode role: it reserves, has the KV fetched, decodes and publishes. `role.py` decides, `build.py` wires."""

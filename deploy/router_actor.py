@@ -35,6 +35,11 @@ class RouterActor(ActorBase):
         self._app = RouterApp(self._config, info, load_tokenizer(self._files), directory, self._secret)
         return ActorInfo(os.getpid(), await self._app.start())
 
+    async def watch(self) -> str:
+        """See ManagedActor. A router without its directory or its sessions must not look alive."""
+        assert self._app is not None, "the controller watches what has started"
+        return await self._app.wait_failed()
+
     async def _drain(self, timeout_s: float) -> None:
         assert self._app is not None
         await self._app.stop(timeout_s)

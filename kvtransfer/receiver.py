@@ -165,18 +165,18 @@ class Receiver:
         task = asyncio.create_task(link.close(), name=f"close link to {link.peer.worker_id}")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        self._fail_all(link, "the control channel was dialled anew")
+        self._fail_all(link, FailureReason.TRANSFER, "the control channel was dialled anew")
 
-    def link_broken(self, link: Link, detail: str) -> None:
-        """The link's channel ended, by the peer's death or a broken path; called by the link."""
-        self._fail_all(link, detail)
+    def link_broken(self, link: Link, reason: FailureReason, detail: str) -> None:
+        """The link's channel ended, by the peer's death, its refusal or a broken path; called by the link."""
+        self._fail_all(link, reason, detail)
         if self._links.get(link.peer.incarnation) is link:
             self._retire(link)
 
-    def _fail_all(self, link: Link, detail: str) -> None:
+    def _fail_all(self, link: Link, reason: FailureReason, detail: str) -> None:
         for incoming in list(self._incoming.values()):
             if incoming.link is link:
-                self._fail(incoming, FailureReason.TRANSFER, detail, tell_peer=False)
+                self._fail(incoming, reason, detail, tell_peer=False)
 
     # ---- from the control channel
 

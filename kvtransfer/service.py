@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 
 import grpc
+import grpc.aio
 
 from kvtransfer.sender import Sender
 from tandem.v1 import worker_pb2 as pb
@@ -25,8 +26,7 @@ class ChannelSubscriber:
 
     def __init__(self, worker_id: str, decode_incarnation: int, prefill_incarnation: int) -> None:
         self._worker_id = worker_id
-        self._decode_incarnation = decode_incarnation
-        self._prefill_incarnation = prefill_incarnation
+        self.incarnations = decode_incarnation, prefill_incarnation
         self.outbox: asyncio.Queue[pb.ChannelResponse] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self.overflown = asyncio.Event()
 
@@ -37,8 +37,7 @@ class ChannelSubscriber:
 
     def send(self, response: pb.ChannelResponse) -> None:
         """Enqueue; a full outbox ends the channel instead of growing."""
-        response.decode_incarnation = self._decode_incarnation
-        response.prefill_incarnation = self._prefill_incarnation
+        response.decode_incarnation, response.prefill_incarnation = self.incarnations
         try:
             self.outbox.put_nowait(response)
         except asyncio.QueueFull:
@@ -69,8 +68,10 @@ class TransferServicer(rpc.TransferServiceServicer):
             for task in tasks:
                 task.cancel()
             for end in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(end, Exception):
-                    log.warning("the control channel of %s failed: %r", subscriber.worker_id, end)
+                if isinstance(end, grpc.aio.BaseError):  # the call ended under a read or a write
+                    log.info("the control channel of %s ended: %s", subscriber.worker_id, end)
+                elif isinstance(end, Exception):
+                    log.error("the control channel of %s failed", subscriber.worker_id, exc_info=end)
             self._sender.channel_broken(subscriber)
 
     async def _greet(
@@ -87,7 +88,7 @@ class TransferServicer(rpc.TransferServiceServicer):
         if first.WhichOneof("body") != "hello":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the channel's first message is its hello")
         if first.prefill_incarnation != sender.incarnation:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this is another incarnation")
+            await context.abort(grpc.StatusCode.NOT_FOUND, "this is another incarnation")
         if first.hello.compatibility_hash != sender.compatibility_hash:
             sender.counters["refused_incompatible_peer"] += 1
             await context.abort(
@@ -99,7 +100,7 @@ class TransferServicer(rpc.TransferServiceServicer):
     async def _read(self, requests: AsyncIterator[pb.ChannelRequest], subscriber: ChannelSubscriber) -> None:
         sender = self._sender
         async for request in requests:
-            if request.prefill_incarnation != sender.incarnation:
+            if (request.decode_incarnation, request.prefill_incarnation) != subscriber.incarnations:
                 sender.counters["fenced_channel_messages"] += 1
                 continue
             attempt = attempt_from_wire(request.attempt)

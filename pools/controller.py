@@ -185,7 +185,7 @@ class Controller:
             self._handles[member.actor_id] = handle
             reason = await self._start(pool, member, handle)
             known.set()
-            if reason is None:
+            if reason is None and member.state is MemberState.READY:
                 reason = await self._serve(member, handle)
         except (ActorDied, ActorError) as exc:
             reason = str(exc)

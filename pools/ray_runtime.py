@@ -1,6 +1,6 @@
 """The real Runtime: Ray, and every Ray call that the controller makes.
 
-All actors are detached and named by incarnation in the cluster's namespace, else they would die with their creator.
+Actors outlive whoever created them (detached) and are found again by their names in the cluster's namespace.
 They take no CPU of Ray's (a 2-core machine can hold more than two) and are never restarted by Ray (`max_restarts=0`):
 the controller sees a death milliseconds after it happened, Ray shows a restarted actor only after seconds.
 """

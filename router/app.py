@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_NBYTES = 8 * 1024 * 1024
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _SERVER_OPTIONS = (
-    # two clusters on one port would mix silently
+    # else a second router could bind the same port, and clients would reach either
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
     ("grpc.keepalive_time_ms", 20_000),
@@ -84,6 +84,8 @@ class RouterApp:
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._died = asyncio.Event()
+        self._cause_of_death = ""
 
     async def start(self) -> str:
         """Start serving; returns host:port. Raises ConfigError when the address cannot be bound."""
@@ -103,7 +105,7 @@ class RouterApp:
             asyncio.create_task(self._fleet.run(), name="fleet"),
         ]
         for task in self._tasks:
-            task.add_done_callback(_log_death)
+            task.add_done_callback(self._on_task_done)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return f"{host}:{bound}"
 
@@ -128,11 +130,18 @@ class RouterApp:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
+    async def wait_failed(self) -> str:
+        """Return, with the reason, once a task that everything here depends on has died. A stop is no failure."""
+        await self._died.wait()
+        return self._cause_of_death
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (exc := task.exception()) is None:
+            return
+        log.error("the router's %s has died", task.get_name(), exc_info=exc)
+        self._cause_of_death = f"its {task.get_name()} task died: {exc!r}"
+        self._died.set()
+
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE_NAME):
             await self._health.set(service, status)
-
-
-def _log_death(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (exc := task.exception()) is not None:
-        log.error("the router's %s has died", task.get_name(), exc_info=exc)

@@ -77,7 +77,7 @@ class ClientStream:
         assert not out.finished, "a second terminal event"
         if self._error is not None:
             return
-        if not out.seed_reported and not out.token_ids:
+        if held and not out.seed_reported and not out.token_ids:
             out.token_ids.extend(held.token_ids)  # a choice's first tokens travel in a chunk, with the seed
             out.text.append(held.text)
             held = Piece()

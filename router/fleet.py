@@ -64,13 +64,16 @@ class Fleet:
 
     @property
     def avoided_pairs(self) -> frozenset[tuple[str, str]]:
-        now = asyncio.get_running_loop().time()
-        self._avoided_until = {pair: until for pair, until in self._avoided_until.items() if until > now}
-        return frozenset(self._avoided_until)
+        return frozenset(self._still_avoided())
 
     @property
     def next_reunion_at(self) -> float:
-        return min(self._avoided_until.values(), default=math.inf)
+        return min(self._still_avoided().values(), default=math.inf)
+
+    def _still_avoided(self) -> dict[tuple[str, str], float]:
+        now = asyncio.get_running_loop().time()
+        self._avoided_until = {pair: until for pair, until in self._avoided_until.items() if until > now}
+        return self._avoided_until
 
     # ---- life
 

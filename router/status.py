@@ -20,8 +20,8 @@ PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
 
 
 async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
-    """End the call with `error`'s status. A bug of ours gets an id that is in the log, and says no more."""
-    if not isinstance(error, TandemError):
+    """End the call with `error`'s status. What is INTERNAL gets an id that is in the log, and says no more."""
+    if not isinstance(error, TandemError) or error.grpc_status is grpc.StatusCode.INTERNAL:
         error_id = secrets.token_hex(4)
         log.error("internal error %s", error_id, exc_info=error)
         error = TandemError(f"internal error {error_id}, see the router's log")

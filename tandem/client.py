@@ -167,29 +167,29 @@ class TandemClient:
 
         Yields chunks, then one Finish. Closing the generator cancels the request.
         """
-        request = pb.GenerateRequest(
-            request_id=request_id,
-            model=model,
-            sampling=pb.SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                seed=seed,
-                stop=stop,
-                stop_token_ids=stop_token_ids,
-                ignore_eos=ignore_eos,
-            ),
-        )
         if (prompt is not None) + (token_ids is not None) + (chat is not None) != 1:
             raise errors.InvalidRequest("input", "give exactly one of prompt, token_ids and chat")
-        if prompt is not None:
-            request.text = prompt
-        elif token_ids is not None:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
-        else:
-            request.chat.CopyFrom(_chat(chat or ()))
+        try:
+            request = pb.GenerateRequest(
+                request_id=request_id,
+                model=model,
+                text=prompt,
+                token_ids=pb.TokenIds(ids=token_ids) if token_ids is not None else None,
+                chat=_chat(chat) if chat is not None else None,
+                sampling=pb.SamplingParams(
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    min_p=min_p,
+                    seed=seed,
+                    stop=stop,
+                    stop_token_ids=stop_token_ids,
+                    ignore_eos=ignore_eos,
+                ),
+            )
+        except (ValueError, TypeError) as exc:  # protobuf's: a number that its field cannot hold, another type
+            raise errors.InvalidRequest("request", str(exc)) from exc
         call = self._stub.Generate(request, timeout=timeout_s)
         try:
             async for response in call:
@@ -209,7 +209,10 @@ class TandemClient:
 
     async def detokenize(self, token_ids: Sequence[int], timeout_s: float = CALL_TIMEOUT_S) -> str:
         """Return the text of ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids)
+        try:
+            request = pb.DetokenizeRequest(token_ids=token_ids)
+        except (ValueError, TypeError) as exc:
+            raise errors.InvalidRequest("token_ids", str(exc)) from exc
         response: pb.DetokenizeResponse = await self._call(self._stub.Detokenize, request, timeout_s)
         return response.text
 

@@ -6,15 +6,16 @@ Every default number is HANDOFF.md's. Environment variables are read in `tandem/
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tandem.errors import ConfigError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # infinities would make waits without an end
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ModelConfig(_Section):
@@ -62,6 +63,17 @@ class TimingConfig(_Section):
     pair_backoff_s: float = Field(2.0, ge=0)
     default_deadline_s: float = Field(600.0, gt=0)
     drain_timeout_s: float = Field(60.0, gt=0, description="then the worker's streams are re-run elsewhere")
+
+    @model_validator(mode="after")
+    def _heartbeats_come_in_time(self) -> Self:
+        """Heartbeats renew the leases and carry the progress that tells a slow worker from one that hangs."""
+        for name, limit_s in (
+            ("lease_s - lease_margin_s", self.lease_s - self.lease_margin_s),
+            ("hang_min_s", self.hang_min_s),
+        ):
+            if not self.heartbeat_s < limit_s:
+                raise ValueError(f"heartbeat_s ({self.heartbeat_s:g}) must be below {name} ({limit_s:g})")
+        return self
 
 
 class RouterConfig(_Section):

@@ -13,8 +13,7 @@ DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class KVLayout:
     """One KV group's block: `[num_layers, 2, num_kv_heads, block_size, head_dim]` of `dtype`, contiguous.
 
-    A pool is `[num_blocks, *block_shape]`, so that a block of all layers is one contiguous range and consecutive
-    block ids coalesce into one.
+    A pool is `[num_blocks, *block_shape]`: one read moves a block with all its layers, or several with consecutive ids.
     """
 
     num_layers: int

@@ -53,8 +53,8 @@ class AttemptKey:
 class Sampling:
     """Sampling with every default resolved. temperature 0 is greedy; top_k 0 is off.
 
-    A token at absolute position p (prompt included) of choice c is drawn by f(seed, c, p) alone, so that re-runs and
-    migrations draw the same numbers. `max_tokens` counts from `num_prompt_tokens`, over all attempts.
+    A token at absolute position p (prompt included) of choice c is drawn by f(seed, c, p) alone: a re-run draws what
+    the attempt before it drew. `max_tokens` counts from `num_prompt_tokens`, over all attempts.
     """
 
     max_tokens: int

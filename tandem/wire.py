@@ -10,8 +10,8 @@ from tandem.v1 import worker_pb2 as worker
 
 SECRET_METADATA_KEY = "tandem-cluster-secret"
 MAX_FRAME_NBYTES = 256 * 1024
-# ids per PromptSegment: a varint takes at most 5 bytes
-MAX_SEGMENT_TOKENS = 48 * 1024
+# ids per PromptSegment, Reserve or Prefill: a varint takes at most 5 bytes; the rest is for the other fields
+MAX_SEGMENT_TOKENS = (MAX_FRAME_NBYTES - 16 * 1024) // 5
 
 _ROLE = {Role.PREFILL: cluster.WORKER_ROLE_PREFILL, Role.DECODE: cluster.WORKER_ROLE_DECODE}
 _ROLE_BACK = {v: k for k, v in _ROLE.items()}

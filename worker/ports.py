@@ -15,7 +15,6 @@ from tandem.types import AttemptKey, LoadReport, PeerEndpoint
 if TYPE_CHECKING:
     from engine.row import Row
     from engine.step_loop import StepResult
-    from kvtransfer.receiver import CommitRecord
 
 
 class Outlet(Protocol):
@@ -115,18 +114,3 @@ class WorkerRole(Protocol):
     def num_leases(self) -> int: ...
     @property
     def counters(self) -> Counter[str]: ...
-
-
-class PrefillTransferCallbacks(Protocol):
-    """What a sender tells the prefill role."""
-
-    def on_acked(self, attempt: AttemptKey, chunk_index: int) -> None: ...
-    def on_committed(self, attempt: AttemptKey) -> None: ...
-    def on_failed(self, attempt: AttemptKey, reason: int, detail: str, peer_worker_id: str) -> None: ...
-
-
-class DecodeTransferCallbacks(Protocol):
-    """What a receiver tells the decode role."""
-
-    def on_committed(self, attempt: AttemptKey, record: CommitRecord) -> None: ...
-    def on_failed(self, attempt: AttemptKey, reason: int, detail: str, peer_worker_id: str) -> None: ...

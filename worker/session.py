@@ -166,6 +166,9 @@ class Sessions:
     async def _read_all(self, role: WorkerRole, link: _Link, read: Read) -> None:
         seq = 1
         while (request := await self._read_within(read, self._silence_s)) is not None:
+            if link.closed.is_set():  # a newer session has said what lives; nothing of this one may come after that
+                self._counters["fenced_messages"] += 1
+                return
             if (
                 request.router_incarnation != link.router_incarnation
                 or request.worker_incarnation != self._worker_incarnation

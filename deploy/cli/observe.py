@@ -13,7 +13,7 @@ from deploy.cli.interrupt import run
 from deploy.cli.output import Output, OutputFormat, fail, reports_errors, show_json, stderr, stdout
 from deploy.record import ClusterRecord
 from tandem.cluster_client import ClusterClient
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, Unavailable
 from tandem.types import Role
 from tandem.v1 import cluster_pb2 as pb
 from tandem.v1 import worker_pb2
@@ -170,15 +170,21 @@ async def _scale(rec: ClusterRecord, wanted: dict[Role, int], wait: bool, output
         if wait:
             roles = {pool.role for pool in pools}
             with stderr.status("scaling ...") as line:
-                async with asyncio.timeout(WAIT_PATIENCE_S):
-                    async for found in client.watch():
-                        pools = [pool for pool in found.pools if pool.role in roles]
-                        line.update("  ".join(map(_pool_line, pools)))
-                        if all(_settled(pool) for pool in pools):
-                            break
-                        for pool in pools:
-                            if pool.num_losses - before[pool.role] >= MAX_LOSSES:
-                                raise ConfigError(f"{_ROLES[pool.role]} pool: {pool.detail}")
+                try:
+                    async with asyncio.timeout(WAIT_PATIENCE_S):
+                        async for found in client.watch():
+                            pools = [pool for pool in found.pools if pool.role in roles]
+                            line.update("  ".join(map(_pool_line, pools)))
+                            if all(_settled(pool) for pool in pools):
+                                break
+                            for pool in pools:
+                                if pool.num_losses - before[pool.role] >= MAX_LOSSES:
+                                    raise ConfigError(f"{_ROLES[pool.role]} pool: {pool.detail}")
+                except TimeoutError as exc:
+                    raise Unavailable(
+                        f"not settled within {WAIT_PATIENCE_S:g} s, it goes on by itself: "
+                        f"{'; '.join(map(_pool_line, pools))}"
+                    ) from exc
     if output is OutputFormat.JSON:
         show_json([pool_to_dict(pool) for pool in pools])
     else:

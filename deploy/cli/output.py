@@ -38,9 +38,14 @@ def show_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+def show_error(message: str) -> None:
+    """Print an error to stderr."""
+    stderr.print(f"[bold red]error:[/] {_escape(message)}")
+
+
 def fail(message: str, hint: str = "") -> NoReturn:
     """End the command with an error message and, on a second line, what to do."""
-    stderr.print(f"[bold red]error:[/] {_escape(message)}")
+    show_error(message)
     if hint:
         stderr.print(f"[dim]{_escape(hint)}[/]")
     raise typer.Exit(EXIT_FAILED)

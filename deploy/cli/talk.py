@@ -11,7 +11,7 @@ import typer
 
 from deploy.cli.app import app, running_cluster
 from deploy.cli.interrupt import Terminated, raise_on_signals, run
-from deploy.cli.output import Output, OutputFormat, fail, reports_errors, show_json, stderr
+from deploy.cli.output import Output, OutputFormat, fail, reports_errors, show_error, show_json, stderr
 from deploy.cli.timeline import timeline_line
 from tandem.client import Chunk, Finish, TandemClient
 from tandem.errors import TandemError
@@ -146,7 +146,7 @@ def _turn(address: str, history: list[dict[str, str]], line: str, sampling: dict
         stderr.print("[yellow]cancelled[/]")
     except TandemError as exc:
         print(flush=True)
-        stderr.print("[bold red]error:[/]", str(exc), markup=True)
+        show_error(str(exc))
     if answer.finish is not None:
         stderr.print(f"[dim]{timeline_line(answer.finish)}[/]")
     if answer.text:

@@ -13,8 +13,10 @@ def test_every_shipped_configuration_is_valid(path):
     assert load_config(path, {})
 
 
-def test_the_embedded_configuration_is_the_default_one():
-    assert load_config(CONFIGS / "embedded.yaml", {}) == ClusterConfig()
+def test_the_embedded_configuration_is_the_default_one_with_every_setting():
+    path = CONFIGS / "embedded.yaml"
+    assert load_config(path, {}) == ClusterConfig()
+    assert yaml.safe_load(path.read_text()) == ClusterConfig().model_dump(mode="json")
 
 
 def test_what_the_configurations_set_is_what_they_are_called():

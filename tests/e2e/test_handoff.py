@@ -184,7 +184,8 @@ async def test_a_prefill_worker_that_dies_fails_what_waits_for_it(tmp_path: Path
 @pytest.mark.parametrize("silent", ["p", "d"])
 async def test_when_one_lease_runs_out_in_the_middle_both_sides_end_free(tmp_path: Path, silent: str) -> None:
     key = request_key()
-    settings = {"timing__lease_s": 0.6, "timing__heartbeat_s": 0.1, "transfer__offer_timeout_s": 1.0}
+    lease = {"timing__lease_s": 0.6, "timing__lease_margin_s": 0.1, "timing__heartbeat_s": 0.1}
+    settings = {**lease, "transfer__offer_timeout_s": 1.0}
     async with pair(tmp_path, **settings) as both:
         await both.reserve(key)
         heard = both.d if silent == "p" else both.p

@@ -4,13 +4,14 @@ import mmap
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvtransfer.transports import shm
 from kvtransfer.transports.handshake import prove_as_owner, prove_as_reader
 from kvtransfer.transports.shm import ShmExporter, ShmTransport, pair_runs
-from tandem.errors import KVTransferError, LayoutMismatch
+from tandem.errors import CorruptBlock, KVTransferError, LayoutMismatch
 from tests.support.kv_pools import LAYOUT, NUM_BLOCKS, SECRET, bytes_of, chunk_of, endpoint, pool, unused_shm_name
 from tests.support.leaks import nothing_left_behind
 
@@ -84,17 +85,44 @@ async def test_the_descriptor_is_not_inherited_by_children_and_not_kept(source, 
     await exporter.close()
 
 
-async def test_another_user_is_handed_nothing(source, target, monkeypatch):
+@pytest.fixture
+def as_another_user(monkeypatch):
+    """Whatever connects from now on looks like user 4242 to the other end."""
+    credentials = SimpleNamespace(size=shm._CREDENTIALS.size, unpack=lambda _: (1, 4242, 1))
+    monkeypatch.setattr(shm, "_CREDENTIALS", credentials)
+
+
+async def test_a_reader_of_another_user_is_handed_nothing_though_it_knows_the_secret(source, as_another_user):
     exporter = ShmExporter(source, SECRET, unused_shm_name())
-    peer = endpoint(shm_name=await exporter.start())
-    ours = os.getuid()
-    monkeypatch.setattr(shm.os, "getuid", lambda: ours + 1)
-    if ours == 0:  # root may: make the credentials another's
-        unpacked = type("Credentials", (), {"size": shm._CREDENTIALS.size, "unpack": lambda *_: (1, 4242, 1)})()
-        monkeypatch.setattr(shm, "_CREDENTIALS", unpacked)
+    name, loop = await exporter.start(), asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, f"\0{name}")
+        await prove_as_reader(sock, SECRET)
+        async with asyncio.timeout(20):
+            await shm._readable(sock)
+        assert shm.receive_fds(sock, 64) == (b"", [])
+    await exporter.close()
+
+
+async def test_an_owner_of_another_user_is_not_believed(source, target, as_another_user):
+    exporter = ShmExporter(source, SECRET, unused_shm_name())
     transport = ShmTransport(target, SECRET, 1)
-    with pytest.raises(KVTransferError, match="user"):
-        await transport.connect(peer, soon())
+    with pytest.raises(KVTransferError, match="user 4242"):
+        await transport.connect(endpoint(shm_name=await exporter.start()), soon())
+    await transport.close()
+    await exporter.close()
+
+
+async def test_a_block_that_was_reused_before_the_copy_costs_no_copy(source, target):
+    exporter = ShmExporter(source, SECRET, unused_shm_name())
+    transport = ShmTransport(target, SECRET, 1)
+    await transport.connect(endpoint(shm_name=await exporter.start()), soon())
+    chunk = chunk_of(source, [1, 2])
+    source.generations[2] += 1
+    with pytest.raises(CorruptBlock, match="before the copy"):
+        await transport.fetch(b"", chunk, [5, 6], soon())
+    assert not any(target.buffer)
     await transport.close()
     await exporter.close()
 

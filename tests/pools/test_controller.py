@@ -183,6 +183,26 @@ async def test_shutting_down_ends_every_actor_and_restarts_none():
     assert controller.directory.value.workers == ()
 
 
+async def test_a_worker_about_to_be_started_when_the_cluster_is_shut_down_is_not_started():
+    class SlowToRemember(FakeRuntime):
+        async def save(self, state: bytes) -> None:
+            saving.set()
+            await may_save.wait()
+            await super().save(state)
+
+    saving, may_save = asyncio.Event(), asyncio.Event()
+    runtime = SlowToRemember()
+    controller = make_controller(runtime)
+    loop = asyncio.create_task(controller.run())
+    async with asyncio.timeout(5):
+        await saving.wait()
+        await controller.shut_down()
+        may_save.set()
+        await loop
+    assert runtime.created == []
+    assert controller.directory.value.workers == ()
+
+
 async def test_loads_come_from_the_workers_that_answer():
     runtime = FakeRuntime()
     async with running(make_controller(runtime)) as controller:

@@ -83,7 +83,7 @@ def stall_pair(cluster: RouterOverFakes, run: Run) -> None:
 
 
 def stall_pair_of_an_impatient_sender(cluster: RouterOverFakes, run: Run) -> None:
-    cluster.prefill.offer_timeout_s = 1.0
+    cluster.prefill.offer_timeout_s = 1.0 * cluster.prefill.pace
     stall_pair(cluster, run)
 
 
@@ -284,7 +284,7 @@ async def play(
             worker.pace = 20.0 if slow else 1.0
         cluster.network.most_delay_s = 0.5 if slow else 0.003
         bystander = cluster.start("bystander", prompt_of(PROMPT_TOKENS, seed=1), 4)
-        await asyncio.sleep(0.02 if scenario.early else cluster.network.rng.uniform(0.02, 0.5))
+        await asyncio.sleep(0.02 if scenario.early else cluster.rng.uniform(0.02, 0.5))
         struck = False
 
         def on_state(state: RequestState) -> None:
@@ -296,9 +296,11 @@ async def play(
 
         run = cluster.start("r0", prompt_of(PROMPT_TOKENS), scenario.max_tokens, deadline_s, on_state)
         cluster.network.loses = lambda name, message: loses(run, name, message)
+        await asyncio.sleep(0)  # it lives
         entered(cluster, run, QUEUED)
-        await run.ended()
-        await bystander.ended()
+        async with asyncio.timeout(2 * PATIENCE_S):
+            await run.ended()
+            await bystander.ended()
         assert bystander.error is None, f"the bystander: {bystander.error}"
         await cluster.assert_baseline()
         return run
@@ -310,8 +312,9 @@ KEYLESS = ("Resync", "Heartbeat", "LoadReport")
 # heartbeats are rare: slow workers make every state long enough for some
 PACES = (False, True)
 WATCHED_SEEDS = range(8)
-LOSING_SEEDS = range(12)
+LOSING_SEEDS = range(60)
 ENOUGH_LOSSES = 3
+ENOUGH_SEEDS = 10
 
 
 def is_about(message: Any, request_id: str) -> bool:
@@ -330,10 +333,9 @@ def test_the_table_has_a_cell_for_every_state_in_which_a_message_is_sent(name: s
     for slow in PACES:
         for seed in WATCHED_SEEDS:
             run_virtually(play(SCENARIOS[name], seed, loses=watch, slow=slow))
-    if name != "plain":  # the others are there for what differs
-        common = {m: states & LOSSES["plain"].get(m, set()) for m, states in found.items()}
-        found = {m: states - common[m] for m, states in found.items() if states - common[m]}
-    assert found == LOSSES[name]
+    for message, states in found.items():
+        known = LOSSES[name].get(message, set()) | LOSSES["plain"].get(message, set())
+        assert states <= known, f"{message} has no cell for {[state.value for state in states - known]}"
 
 
 def cells() -> list[Any]:
@@ -358,12 +360,12 @@ def test_a_lost_message_has_a_way_out(name: str, message: str, state: RequestSta
             lost = True
             return True
 
-        slow = message.split()[1] in KEYLESS
+        slow = message.split()[1] in KEYLESS or seed % 3 == 2
         run = run_virtually(play(SCENARIOS[name], seed, loses=lose_once, slow=slow))
         assert run.error is None, f"seed {seed}: {run.error}"
         assert run.life.state is FINISHED
         losses += lost
-        if losses == ENOUGH_LOSSES:
+        if losses >= ENOUGH_LOSSES or (losses and seed >= ENOUGH_SEEDS):
             break
     assert losses, "the cell is in the table, but no such message is sent in that state"
 
@@ -383,7 +385,7 @@ def strike_once(state: RequestState, strike: Strike, at_once: bool) -> Entered:
         if at_once:
             strike(cluster, run)
         else:
-            after(cluster.network.rng.uniform(0, 1.5 * STATE_S[state]), lambda: strike(cluster, run))
+            after(cluster.rng.uniform(0, 1.5 * STATE_S[state]), lambda: strike(cluster, run))
 
     return entered
 
@@ -417,7 +419,7 @@ def test_two_faults_at_once_have_a_way_out(state: RequestState) -> None:
 
         def both(cluster: RouterOverFakes, run: Run, first: str = first, second: str = second) -> None:
             FAULTS[first](cluster, run)
-            after(cluster.network.rng.uniform(0, 0.1), lambda: FAULTS[second](cluster, run))
+            after(cluster.rng.uniform(0, 0.1), lambda: FAULTS[second](cluster, run))
 
         run = run_virtually(play(Scenario(), number, entered=strike_once(state, both, at_once=number % 2 == 0)))
         assert run.error is None, f"{first}, then {second}: {run.error}"

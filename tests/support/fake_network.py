@@ -20,14 +20,17 @@ class Network:
     """All channels of one run. `loses` decides over every message; `sent` counts them by name."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = Random(seed)
+        self._seed = seed
+        self._num_rngs: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
         self.most_delay_s = 0.003
         self.loses: Callable[[str, Any], bool] = lambda name, message: False
         self.on_arrival: Callable[[str, Any], None] = lambda name, message: None
 
-    def delay_s(self) -> float:
-        return self.rng.uniform(0.0001, self.most_delay_s)
+    def rng_for(self, name: str) -> Random:
+        """Randomness of one's own, so that the order in which others draw theirs changes nothing."""
+        self._num_rngs[name] += 1
+        return Random(f"{self._seed}/{name}/{self._num_rngs[name]}")
 
 
 def request_id_of(message: Any) -> str | None:
@@ -43,6 +46,7 @@ class Pipe:
         self._network = network
         self._channel = channel
         self._deliver = deliver
+        self._rng = network.rng_for(channel)
         self._last_at = 0.0
         self.broken = False
         self.stalled: list[tuple[str, Any, Any]] | None = None
@@ -59,7 +63,7 @@ class Pipe:
             self.stalled.append((name, message, envelope))
             return
         loop = asyncio.get_running_loop()
-        self._last_at = max(self._last_at + 1e-6, loop.time() + self._network.delay_s())
+        self._last_at = max(self._last_at + 1e-6, loop.time() + self._rng.uniform(0.0001, self._network.most_delay_s))
         loop.call_at(self._last_at, self._arrive, name, message, envelope)
 
     def _arrive(self, name: str, message: Any, envelope: Any) -> None:

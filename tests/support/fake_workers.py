@@ -169,7 +169,8 @@ class FakeWorker(ABC):
         self._wants_room: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         name = f"{self.role.value}-{number}"
-        endpoint = PeerEndpoint(name, network.rng.getrandbits(63) | 1, f"fake:{name}", "node")
+        self.rng = network.rng_for(name)
+        endpoint = PeerEndpoint(name, self.rng.getrandbits(63) | 1, f"fake:{name}", "node")
         self.info = WorkerInfo(
             role=self.role,
             endpoint=endpoint,
@@ -191,7 +192,7 @@ class FakeWorker(ABC):
 
     async def _work(self, duration_s: float) -> None:
         """Let the step loop compute for so long."""
-        await asyncio.sleep(duration_s * self.pace * self.network.rng.uniform(0.5, 1.5))
+        await asyncio.sleep(duration_s * self.pace * self.rng.uniform(0.5, 1.5))
         await self._stepping.wait()
         await self._running.wait()
         self.num_steps += 1
@@ -290,7 +291,7 @@ class FakeWorker(ABC):
     @asynccontextmanager
     async def dial(self) -> AsyncIterator[FakeSession]:
         if not self.alive:
-            await asyncio.sleep(self.network.delay_s())
+            await asyncio.sleep(self.network.most_delay_s)
             raise_dead()
         session = FakeSession(self.network, self.letter, self._arrive)
         try:
@@ -457,7 +458,7 @@ class FakePrefill(FakeWorker):
             case Credit(_, num_tokens, solo):
                 if (held := self._grant(key, num_tokens)) is not None:
                     held.phase, held.solo = "CREDIT", solo
-                    held.capability = b"" if solo else self.network.rng.randbytes(8)
+                    held.capability = b"" if solo else self.rng.randbytes(8)
                     self._answer(key, CreditGranted(key.key, LEASE_S, held.capability))
             case Prefill():
                 held = self.held.get(key)
@@ -620,7 +621,7 @@ class FakeDecode(FakeWorker):
 
     async def _copy(self, channel: PairChannel, key: AttemptKey, held: Held, chunk: int) -> None:
         try:
-            await asyncio.sleep(COPY_S * self.pace * self.network.rng.uniform(0.2, 2))
+            await asyncio.sleep(COPY_S * self.pace * self.rng.uniform(0.2, 2))
             await self._running.wait()
         finally:
             self.copying.pop((key, chunk), None)

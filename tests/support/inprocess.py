@@ -78,6 +78,7 @@ class InProcessCluster:
         self._stack = AsyncExitStack()
         self._baselines: list[Baseline] = []
         self._lost: set[int] = set()
+        self.address = ""
         self.hosts: list[WorkerHost] = []
         self.workers: list[WorkerInfo] = []
 
@@ -106,9 +107,9 @@ class InProcessCluster:
         )
         info = read_model_info(self._files, self._config.model)
         router = RouterApp(self._config, info, self._tokenizer, directory, SECRET)
-        address = await router.start()
+        self.address = await router.start()
         self._stack.push_async_callback(router.stop, 1.0)
-        channel = grpc.aio.insecure_channel(address)
+        channel = grpc.aio.insecure_channel(self.address)
         self._stack.push_async_callback(channel.close)
         self._generation = rpc.GenerationServiceStub(channel)
         await self._warm_up()

@@ -61,7 +61,7 @@ class Record(list[T], Generic[T]):
 
 async def eventually(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is asked for has no event
             await asyncio.sleep(0.005)
 
 
@@ -194,29 +194,34 @@ class ScriptedPrefill(rpc.TransferServiceServicer):
         self.num_channels = 0
         self.answers_pings = True
         self._context: Any = None
+        self._turn = asyncio.Lock()  # one write at a time on a call
 
     async def Channel(self, request_iterator: Any, context: Any) -> None:
         self.num_channels += 1
         self._context = context
         await context.send_initial_metadata(())
-        async for request in request_iterator:
-            if request.HasField("ping"):
-                if self.answers_pings:
-                    await self.say(request.decode_incarnation, None, pong=pb.Pong())
-            else:
-                self.requests.note(request)
+        try:
+            async for request in request_iterator:
+                if request.HasField("ping"):
+                    if self.answers_pings:
+                        await self.say(request.decode_incarnation, None, pong=pb.Pong())
+                else:
+                    self.requests.note(request)
+        finally:
+            if self._context is context:
+                self._context = None
 
     async def say(
         self, decode_incarnation: int, key: AttemptKey | None, *, incarnation: int | None = None, **body: Any
     ) -> None:
-        await self._context.write(
-            pb.ChannelResponse(
-                decode_incarnation=decode_incarnation,
-                prefill_incarnation=self.incarnation if incarnation is None else incarnation,
-                attempt=None if key is None else attempt_to_wire(key),
-                **body,
-            )
+        response = pb.ChannelResponse(
+            decode_incarnation=decode_incarnation,
+            prefill_incarnation=self.incarnation if incarnation is None else incarnation,
+            attempt=None if key is None else attempt_to_wire(key),
+            **body,
         )
+        async with self._turn:
+            await self._context.write(response)
 
 
 @asynccontextmanager

@@ -109,6 +109,7 @@ class RouterOverFakes:
         timing: TimingConfig | None = None,
     ) -> None:
         self.network = Network(seed)
+        self.rng = self.network.rng_for("test")
         self.timing = timing or TimingConfig()
         self.workers: dict[str, FakeWorker] = {}
         self.counters: Counter[str] = Counter()
@@ -247,7 +248,7 @@ class RouterOverFakes:
             self.line,
             self.timing,
             self._queue_ttl_s,
-            self.network.rng,
+            self.rng,
         )
         if on_state is not None:
             life.on_state = on_state  # type: ignore[method-assign]

@@ -72,7 +72,8 @@ async def test_a_decode_worker_serves_alone_and_its_tokens_are_contiguous(tmp_pa
 
 
 async def test_a_router_that_goes_away_is_cleaned_up_after_by_its_lease(tmp_path: Path) -> None:
-    async with worker(tmp_path, Role.DECODE, timing__lease_s=0.5, timing__heartbeat_s=0.1) as (host, info):
+    timing = {"timing__lease_s": 0.5, "timing__lease_margin_s": 0.1, "timing__heartbeat_s": 0.1}
+    async with worker(tmp_path, Role.DECODE, **timing) as (host, info):
         async with session(info) as router:
             await router.send(Reserve(KEY, (5, 6, 7), 3, 3, Sampling(max_tokens=100), local_prefill=True))
             await router.receive(ReservationGranted)

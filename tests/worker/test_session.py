@@ -261,3 +261,16 @@ async def test_stopping_ends_all_sessions_and_opens_no_more() -> None:
         late.send(Resync(()))
         with pytest.raises(SessionBroken, match="stopping"):
             await late.serve()
+
+
+async def test_what_an_older_session_sent_never_comes_after_the_newer_ones_resync() -> None:
+    bench = Bench()
+    async with bench.open() as (old, old_task):
+        new = bench.end(session=2)
+        new.send(Resync(()))
+        new_task = asyncio.create_task(new.serve())
+        old.send(Credit(KEY, 5))  # is read in the same turn of the loop, after the Resync
+        await ended(old_task)
+        assert [type(message) for _, message in bench.role.received][-1] is Resync
+        new_task.cancel()
+        await asyncio.gather(new_task, return_exceptions=True)
