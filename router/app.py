@@ -17,6 +17,7 @@ from router.admission import Admission, Line
 from router.dial import grpc_dial
 from router.directory import DirectorySource
 from router.fleet import Fleet
+from router.malformed import MalformedInterceptor
 from router.service import GenerationServicer, ServiceParts
 from router.validate import Limits
 from tandem.config import ClusterConfig
@@ -89,7 +90,7 @@ class RouterApp:
 
     async def start(self) -> str:
         """Start serving; returns host:port. Raises ConfigError when the address cannot be bound."""
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        server = grpc.aio.server(interceptors=[MalformedInterceptor(SERVICE_NAME)], options=_SERVER_OPTIONS)
         rpc.add_GenerationServiceServicer_to_server(self._servicer, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

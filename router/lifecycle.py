@@ -328,7 +328,7 @@ class Lifecycle:
             source, event = await self._next_event(attempt)
             if attempt.decode is not None and source == attempt.decode.worker_id:
                 match event:
-                    case Committed():
+                    case Committed() if attempt.times.committed is None:
                         self._on_committed(attempt, event)
                     case Tokens(index, token_ids):
                         self._on_step(attempt, attempt.decode, index, token_ids)
@@ -355,6 +355,8 @@ class Lifecycle:
 
     def _on_first_token(self, attempt: _Attempt, prefill: Worker, token: FirstToken) -> None:
         """Deliver it while the last chunk is still being copied."""
+        if attempt.first_token_seen:
+            raise WorkerLost(prefill.worker_id, "sends FirstToken twice")
         attempt.first_token_seen = True
         self._timeline.on_first_token(token, self._now())
         self._accept(prefill, token.index, (token.token_id,))

@@ -203,16 +203,13 @@ def _request_id(request_id: str) -> str:
 
 
 def _max_tokens(sampling: pb.SamplingParams, limits: Limits) -> int | None:
-    if not sampling.HasField("max_tokens"):
-        max_tokens = None
-    else:
-        max_tokens = sampling.max_tokens
-        if not 1 <= max_tokens <= limits.router.max_tokens_cap:
-            raise InvalidRequest(
-                "sampling.max_tokens", f"{max_tokens} is not within 1 and {limits.router.max_tokens_cap}"
-            )
-        if sampling.min_tokens > max_tokens:
-            raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} exceeds max_tokens, {max_tokens}")
+    cap = limits.router.max_tokens_cap
+    max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
+    if max_tokens is not None and not 1 <= max_tokens <= cap:
+        raise InvalidRequest("sampling.max_tokens", f"{max_tokens} is not within 1 and {cap}")
+    most = cap if max_tokens is None else max_tokens
+    if sampling.min_tokens > most:
+        raise InvalidRequest("sampling.min_tokens", f"{sampling.min_tokens} exceeds max_tokens, {most}")
     return max_tokens
 
 
@@ -301,6 +298,9 @@ def _refuse_unbuilt_sampling(sampling: pb.SamplingParams, limits: Limits) -> Non
                 "sampling.logit_bias", f"{len(sampling.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS}"
             )
         check_token_ids("sampling.logit_bias", list(sampling.logit_bias), limits)
+        for token_id, bias in sampling.logit_bias.items():
+            if not math.isfinite(bias):
+                raise InvalidRequest("sampling.logit_bias", f"{bias} for id {token_id} is not a finite number")
         raise Unimplemented("sampling.logit_bias", "not built yet")
 
 

@@ -9,8 +9,8 @@
     checker.close()
 
 I1 to I4 are checked per stream by `StreamChecker`, I5 over the workers' counters by `check_baseline`. I6 cannot be seen
-in a stream by itself: tests fill granted blocks with NaN (`engine.nan_fill`), so that KV that was never committed breaks
-I4 or ends the worker.
+in a stream by itself: tests fill granted blocks with NaN (`engine.nan_fill`), so that KV which was never committed
+breaks I4 or ends the worker.
 """
 
 from __future__ import annotations

@@ -127,3 +127,18 @@ async def test_more_live_requests_than_allowed_are_told_when_to_come_back(tmp_pa
                 except grpc.aio.AioRpcError as exc:
                     assert exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                     await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+@pytest.mark.parametrize("data", [b"\xff" * 40, b"\x0a\x7f", b"\x0a\x02\xff\xfe"], ids=["tag", "truncated", "utf-8"])
+async def test_bytes_that_are_no_message_are_bad_input(tmp_path: Path, method: str, data: bytes) -> None:
+    async with cluster(tmp_path) as split, grpc.aio.insecure_channel(split.address) as channel:
+        path = f"/{SERVICE}/{method}"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            if method == "Generate":
+                await channel.unary_stream(path)(data, timeout=10).read()
+            else:
+                await channel.unary_unary(path)(data, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "malformed" in (refused.value.details() or "")
+        await split.generate([1, 2, 3], max_tokens=2, ignore_eos=True)

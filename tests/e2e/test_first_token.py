@@ -35,15 +35,15 @@ async def test_the_first_token_reaches_the_client_before_the_last_chunk_has_move
     async with cluster(tmp_path, transfer__transport="shm", **settings) as split:
         (before,) = split.stats(Role.DECODE)
         may_move.clear()
-        call = split.call(split.request(prompt, max_tokens=8, ignore_eos=True))
-        first = await call.read()
+        responses = aiter(split.call(split.request(prompt, max_tokens=8, ignore_eos=True)))
+        first = await anext(responses)
         assert list(first.chunk.token_ids) == expected[:1]
         (now,) = split.stats(Role.DECODE)
         assert now.num_copies_in_flight == 1
         assert now.num_forward_calls == before.num_forward_calls
         may_move.set()
         token_ids = list(first.chunk.token_ids)
-        async for response in call:
+        async for response in responses:
             token_ids += response.chunk.token_ids or response.finish.token_ids
         assert token_ids == expected
         assert response.finish.timeline.attempts == 1

@@ -99,6 +99,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("sampling.max_tokens", {"sampling": {"max_tokens": 0}}),
     ("sampling.max_tokens", {"sampling": {"max_tokens": 1_000_001}}),
     ("sampling.min_tokens", {"sampling": {"max_tokens": 3, "min_tokens": 4}}),
+    ("sampling.min_tokens", {"sampling": {"min_tokens": RouterConfig().max_tokens_cap + 1}}),
     *[("sampling.temperature", {"sampling": {"temperature": t}}) for t in (-0.1, math.nan, math.inf)],
     *[("sampling.top_p", {"sampling": {"top_p": p}}) for p in (0.0, 1.1, math.nan)],
     ("sampling.top_k", {"sampling": {"top_k": -2}}),
@@ -115,6 +116,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("sampling.stop_token_ids", {"sampling": {"stop_token_ids": [1] * 65}}),
     ("sampling.logit_bias", {"sampling": {"logit_bias": {VOCAB: 1.0}}}),
     ("sampling.logit_bias", {"sampling": {"logit_bias": dict.fromkeys(range(301), 1.0)}}),
+    ("sampling.logit_bias", {"sampling": {"logit_bias": {3: math.nan}}}),
+    ("sampling.logit_bias", {"sampling": {"logit_bias": {3: -math.inf}}}),
 ]
 
 
