@@ -29,8 +29,8 @@ $(STAMP): pyproject.toml constraints.txt deploy/install.sh
 demo: $(STAMP)  ## fetch a small chat model, start a cluster, ask it something, stop it
 	@$(PY) -m deploy.demo
 
-test: $(STAMP)  ## the quick suite
-	@$(TEST_ENV) $(PY) -m pytest -q -m "$(QUICK)"
+test: $(STAMP)  ## the quick suite, a process per core
+	@$(TEST_ENV) $(PY) -m pytest -q -n auto -m "$(QUICK)"
 
 test-marked: $(STAMP)  ## the slow suite, and the one that starts Ray
 	@$(TEST_ENV) $(PY) -m pytest -q -m "not ($(QUICK))" || { code=$$?; \

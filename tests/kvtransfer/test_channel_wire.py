@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections import Counter
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from kvtransfer import link as link_module
 from kvtransfer import service as service_module
 from kvtransfer.transports.shm import ShmExporter
+from kvtransfer.transports.tcp import TcpExporter
 from tandem.config import TransferConfig
 from tandem.messages import FailureReason
 from tandem.v1 import worker_pb2 as pb
@@ -232,6 +234,28 @@ async def test_any_order_of_messages_leaves_the_sender_consistent(prefill, seed)
 
 
 # ---- the decode end
+
+
+async def test_a_close_ends_a_fetch_whose_owner_never_answers(source):
+    asked, answer = threading.Event(), threading.Event()
+
+    def never(*_):
+        asked.set()
+        return answer.wait(60)
+
+    config = TransferConfig(transport="tcp", offer_timeout_s=600)
+    exporter = TcpExporter(source, SECRET, "127.0.0.1", never)
+    address = await exporter.start()
+    with pool() as target:
+        async with scripted_prefill(tcp_address=address) as (prefill, peer), decode_end(target, config) as decode:
+            decode.receiver.open(A, peer, CAPABILITY, [0], 0)
+            await heard(prefill, "subscribe")
+            await prefill.say(decode.receiver.incarnation, A, offer=offer(source, [1], last=True))
+            assert await asyncio.to_thread(asked.wait, 20)
+            await decode.close(A)
+            assert decode.receiver.num_copies_in_flight == 0 and not answer.is_set()
+        answer.set()
+    await exporter.close()
 
 
 @pytest.fixture

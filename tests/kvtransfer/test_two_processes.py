@@ -67,6 +67,7 @@ async def test_a_prompt_moves_between_processes_and_the_bytes_outlive_the_sender
         assert not decode.failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_peer_that_is_killed_in_the_middle_of_a_copy_fails_the_attempt(target, transport, monkeypatch):
     config = TransferConfig(transport=transport)

@@ -67,7 +67,7 @@ async def eventually(condition: Callable[[], object]) -> None:
 
 async def settle() -> None:
     """Let what is under way over loopback arrive; for asserting that something does NOT happen."""
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
 
 
 class PrefillEnd:
