@@ -28,7 +28,6 @@ class Incoming:
     nbytes: int = 0
     first_offer_at: float | None = None
     last_offer_at: float | None = None
-    last_copy_at: float = 0.0
     saw_last: bool = False
     over: bool = False  # failed or committed: later messages are dropped
 

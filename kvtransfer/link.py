@@ -21,6 +21,7 @@ from kvtransfer.transports import select
 from kvtransfer.transports.base import Transport
 from tandem.config import TransferConfig
 from tandem.errors import KVTransferError
+from tandem.grpc_options import internal_channel
 from tandem.messages import FailureReason
 from tandem.types import AttemptKey, PeerEndpoint
 from tandem.v1 import worker_pb2 as pb
@@ -33,17 +34,7 @@ MAX_QUEUED_MESSAGES = 4096
 STALLED_AFTER_S = 3.0
 # from the dial to the peer's answer to our hello; from then on keepalive watches the peer
 DIAL_TIMEOUT_S = 10.0
-_CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    # ends the connection to a process that is stopped; with keepalive_timeout_ms alone it stood for over 45 s (1.85)
-    ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.enable_retries", 0),
-    # two links to one address (a restarted peer) must not share a connection
-    ("grpc.use_local_subchannel_pool", 1),
-)
+_CHANNEL_OPTIONS = internal_channel(interval_s=2, patience_s=3)
 
 
 class LinkOwner(Protocol):

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A verified commit. transfer_s: first offer to last ack; exposed_transfer_s: last offer to this commit.
+    """A verified commit. transfer_s: first offer to this commit; exposed_transfer_s: of that, since the last offer.
 
     Both are 0 where nothing had to be moved. num_chunks and nbytes count what was.
     """
@@ -226,7 +226,6 @@ class Receiver:
         incoming.num_copied_tokens += chunk.num_tokens
         incoming.num_chunks += 1
         incoming.nbytes += result.nbytes
-        incoming.last_copy_at = time.monotonic()
         link.send(incoming.attempt, ack=pb.Ack(chunk=chunk.index))
 
     def _copy_done(self, incoming: Incoming, task: asyncio.Task[None]) -> None:
@@ -255,7 +254,7 @@ class Receiver:
                 num_tokens=commit.num_tokens,
                 first_token_id=commit.first_token_id,
                 first_token_index=commit.first_token_index,
-                transfer_s=0.0 if first_offer_at is None else incoming.last_copy_at - first_offer_at,
+                transfer_s=0.0 if first_offer_at is None else now - first_offer_at,
                 exposed_transfer_s=0.0 if last_offer_at is None else now - last_offer_at,
                 nbytes=incoming.nbytes,
                 num_chunks=incoming.num_chunks,

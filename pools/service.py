@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from pools.controller import Controller
 from pools.status import directory_to_wire, pool_to_wire, status_to_wire
 from tandem.errors import InvalidRequest, TandemError, Unavailable, Unimplemented
+from tandem.grpc_options import EXCLUSIVE_PORT, tolerate_pings
 from tandem.guard import SecretInterceptor
 from tandem.v1 import cluster_pb2 as pb
 from tandem.v1 import cluster_pb2_grpc as rpc
@@ -21,12 +22,8 @@ from tandem.wire import role_from_wire
 # How often WatchStatus looks at the loads, which change without the controller's knowledge.
 LOAD_INTERVAL_S = 1.0
 BIND_PATIENCE_S = 30.0
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    # routers ping while nothing changes; by default that would end their streams
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)
+# routers ping while nothing changes; by default that would end their streams
+_SERVER_OPTIONS = (*EXCLUSIVE_PORT, *tolerate_pings(1))
 
 
 class ClusterServicer(rpc.ClusterServiceServicer):

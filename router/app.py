@@ -22,6 +22,7 @@ from router.service import GenerationServicer, ServiceParts
 from router.validate import Limits
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError, Unavailable
+from tandem.grpc_options import EXCLUSIVE_PORT, keepalive, tolerate_pings
 from tandem.model_info import ModelInfo
 from tandem.tokenizer import Tokenizer
 from tandem.types import new_incarnation
@@ -33,13 +34,10 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_NBYTES = 8 * 1024 * 1024
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _SERVER_OPTIONS = (
-    # else a second router could bind the same port, and clients would reach either
-    ("grpc.so_reuseport", 0),
+    *EXCLUSIVE_PORT,
     ("grpc.max_receive_message_length", MAX_REQUEST_NBYTES),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    *keepalive(20, 10),
+    *tolerate_pings(5),
 )
 _FLUSH_PATIENCE_S = 1.0
 _END_PATIENCE_S = 1.0

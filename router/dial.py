@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -10,20 +11,13 @@ import grpc
 import grpc.aio
 
 from router.session import Dial, SessionBroken, SessionStream
+from tandem.grpc_options import internal_channel
 from tandem.types import WorkerInfo
 from tandem.v1 import worker_pb2 as pb
 from tandem.v1 import worker_pb2_grpc as rpc
 from tandem.wire import secret_metadata
 
-# Each dial is a connection of its own: a shared one would share its back-off too.
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+_CHANNEL_OPTIONS = internal_channel(interval_s=5, patience_s=5)
 
 
 def grpc_dial(secret: str) -> Dial:
@@ -63,7 +57,7 @@ class _GrpcStream:
             raise _broken(exc) from exc
         except grpc.aio.InternalError as exc:
             raise SessionBroken(f"its session is gone: {exc}") from exc
-        except grpc.aio.UsageError as exc:
+        except (grpc.aio.UsageError, asyncio.InvalidStateError) as exc:  # the worker has ended it without an error
             raise SessionBroken(f"its session is over: {exc}") from exc
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from tandem.grpc_options import internal_channel
 from tandem.types import Directory, new_incarnation
 from tandem.v1 import cluster_pb2 as pb
 from tandem.v1 import cluster_pb2_grpc as rpc
@@ -21,13 +22,7 @@ log = logging.getLogger(__name__)
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 1.0
-_CHANNEL_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
+_CHANNEL_OPTIONS = internal_channel(interval_s=5, patience_s=5)
 
 
 class DirectorySource(Protocol):

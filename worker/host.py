@@ -25,6 +25,7 @@ from kvtransfer.leases import LeaseTable
 from kvtransfer.region import PoolRegion
 from tandem.config import ClusterConfig
 from tandem.errors import ConfigError, WorkerLost
+from tandem.grpc_options import EXCLUSIVE_PORT, keepalive, tolerate_pings
 from tandem.guard import SecretInterceptor
 from tandem.layout import compatibility_hash
 from tandem.model_files import ModelFiles
@@ -41,13 +42,7 @@ from worker.session import Sessions, WorkerServicer
 log = logging.getLogger(__name__)
 
 _BUILD_MODULES = {Role.PREFILL: "prefill_worker.build", Role.DECODE: "decode_worker.build"}
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)
+_SERVER_OPTIONS = (*EXCLUSIVE_PORT, *keepalive(5, 5), *tolerate_pings(1))
 _SERVER_GRACE_S = 0.5
 _SWEEPS_PER_LEASE = 10
 

@@ -7,6 +7,7 @@ close; its blocks stay granted until `_let_go` has waited for the running step a
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from tandem.messages import (
     Resync,
     RouterMessage,
 )
-from tandem.types import AttemptKey, LoadReport, RequestKey
+from tandem.types import AttemptKey, LoadReport, RequestKey, Sampling
 from worker.grants import Grants, Refusal
 from worker.ports import Engine, Outlet
 from worker.prompts import PromptAssembler
@@ -210,15 +211,19 @@ class RoleBase(ABC, Generic[HeldT]):
     # ---- checks shared by Reserve and Prefill
 
     def _prompt_problem(
-        self, token_ids: list[int], num_tokens: int, num_prompt_tokens: int, max_tokens: int
+        self, token_ids: list[int], num_tokens: int, num_prompt_tokens: int, sampling: Sampling
     ) -> str | None:
-        """What is wrong with a prompt and its counts, or None."""
+        """What is wrong with a prompt, its counts and its sampling, or None: in a step it would end all rows."""
         if len(token_ids) != num_tokens:
             return f"{len(token_ids)} token ids came, {num_tokens} were announced"
         if not 1 <= num_prompt_tokens <= num_tokens:
             return f"{num_prompt_tokens} prompt tokens of {num_tokens} tokens"
-        if num_tokens - num_prompt_tokens >= max_tokens:
-            return f"{num_tokens - num_prompt_tokens} of at most {max_tokens} tokens are delivered already"
+        if num_tokens - num_prompt_tokens >= sampling.max_tokens:
+            return f"{num_tokens - num_prompt_tokens} of at most {sampling.max_tokens} tokens are delivered already"
         if max(token_ids) >= self._vocab_size:
             return f"token id {max(token_ids)} is outside the vocabulary of {self._vocab_size}"
+        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+            return f"temperature {sampling.temperature} is not a finite number of at least 0"
+        if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
+            return f"top_p {sampling.top_p} or min_p {sampling.min_p} is out of range"
         return None
