@@ -111,9 +111,7 @@ class DecodeRole(RoleBase[HeldDecode]):
     def _reserve_refusal(
         self, attempt: AttemptKey, message: Reserve, token_ids: list[int], num_tokens_at_end: int, num_blocks: int
     ) -> Refusal | None:
-        problem = self._prompt_problem(
-            token_ids, message.num_tokens, message.num_prompt_tokens, message.sampling.max_tokens
-        )
+        problem = self._prompt_problem(token_ids, message.num_tokens, message.num_prompt_tokens, message.sampling)
         if problem is None and message.local_prefill != (message.peer is None):
             problem = "a reservation names either a peer or local_prefill"
         if problem is not None:

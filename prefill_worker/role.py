@@ -108,9 +108,7 @@ class PrefillRole(RoleBase[HeldPrefill]):
             self._prompts.drop(attempt)
             return self._fenced("prefill")
         token_ids = self._prompts.take(attempt, message.token_ids)
-        problem = self._prompt_problem(
-            token_ids, message.num_tokens, message.num_prompt_tokens, message.sampling.max_tokens
-        )
+        problem = self._prompt_problem(token_ids, message.num_tokens, message.num_prompt_tokens, message.sampling)
         if problem is None and message.num_tokens != held.num_tokens:
             problem = f"credit was granted for {held.num_tokens} tokens, not {message.num_tokens}"
         if problem is not None:

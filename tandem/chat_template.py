@@ -119,7 +119,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._max_chars = max_chars
         self.concat = self._concat  # type: ignore[method-assign]
         self.filters = {name: self._limited(function) for name, function in self.filters.items()}
-        self.filters["tojson"] = _to_json
+        self.filters["tojson"] = self._to_json
+        self.filters["format"] = self._format
         del self.globals["lipsum"]
         self.globals["dict"] = _new_dict
         self.globals["namespace"] = _Namespace
@@ -159,6 +160,25 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._check_size(size)
             pieces.append(piece)
         return "".join(pieces)
+
+    @jinja2.pass_context
+    def _format(self, context: Context, value: str, *args: Any, **kwargs: Any) -> str:
+        """Jinja's `format` filter, in which a width inside the format string would be overlooked."""
+        text: str = self.call_binop(context, "%", str(value), kwargs or args)
+        return text
+
+    def _to_json(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Plain JSON (jinja's own filter escapes for HTML), piece by piece: lists in lists grow exponentially."""
+        self._check_counts((indent,))
+        encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        return self._concat(encoder.iterencode(value))
 
     def _limited(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -220,17 +240,6 @@ def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 def _numbers_in(text: str) -> list[int]:
     digits = "".join(char if char.isdecimal() else " " for char in text)
     return [int(number[:20]) for number in digits.split()]
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja's own filter escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import psutil
+
 from engine.runner import Runner
 from kvtransfer.region import PoolRegion
 from tandem.config import ClusterConfig
+from tandem.errors import ConfigError
 from tandem.layout import KVLayout
 from tandem.model_files import ModelFiles
 
@@ -51,8 +54,19 @@ def load_for_cpu(config: ClusterConfig, files: ModelFiles) -> ServedModel:
 
 
 def num_pool_blocks(config: ClusterConfig, layout: KVLayout) -> int:
-    """Blocks of a worker's pool: as configured, else what fits kv_cache_mib, at least one."""
-    return config.engine.num_blocks or max(1, config.engine.kv_cache_mib * 1024 * 1024 // layout.block_nbytes)
+    """Blocks of a worker's pool: as configured, else what fits kv_cache_mib, at least one.
+
+    Raises ConfigError for a pool that this machine's free memory cannot hold: filling it would end other processes.
+    """
+    num_blocks = config.engine.num_blocks or max(1, config.engine.kv_cache_mib * 1024 * 1024 // layout.block_nbytes)
+    needed_mib = num_blocks * layout.block_nbytes >> 20
+    available_mib = psutil.virtual_memory().available >> 20
+    if needed_mib > available_mib:
+        setting = "engine.num_blocks" if config.engine.num_blocks else "engine.kv_cache_mib"
+        raise ConfigError(
+            f"{setting}: a pool of {num_blocks} blocks needs {needed_mib} MiB, {available_mib} MiB of memory are free"
+        )
+    return num_blocks
 
 
 def poison_on_grant(region: PoolRegion, layout: KVLayout, counters: Counter[str]) -> Callable[[list[int]], None]:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from decode_worker.role import DecodeRole
@@ -104,6 +107,11 @@ def test_a_rerun_reserves_for_what_remains_of_max_tokens(d: Decoder) -> None:
         ({"peer": None}, greedy(), RefusalReason.INVALID),
         ({"local_prefill": True}, greedy(), RefusalReason.INVALID),
         ({"token_ids": (*PROMPT[:9], 100)}, greedy(), RefusalReason.INVALID),
+        ({}, replace(greedy(), temperature=math.nan), RefusalReason.INVALID),
+        ({}, replace(greedy(), temperature=-1.0), RefusalReason.INVALID),
+        ({}, replace(greedy(), top_p=math.nan), RefusalReason.INVALID),
+        ({}, replace(greedy(), top_p=0.0), RefusalReason.INVALID),
+        ({}, replace(greedy(), min_p=1.5), RefusalReason.INVALID),
     ],
 )
 def test_a_reservation_that_can_never_be_granted_is_refused_with_the_reason(

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from prefill_worker.role import PrefillRole, num_tokens_to_offer
@@ -274,8 +277,9 @@ def test_a_prompt_may_come_in_segments(p: Prefiller) -> None:
         Prefill(request_key(), PROMPT, 10, 0, greedy()),
         Prefill(request_key(), PROMPT, 10, 4, greedy(max_tokens=6)),
         Prefill(request_key(), (*PROMPT[:9], 100), 10, 10, greedy()),
+        Prefill(request_key(), PROMPT, 10, 10, replace(greedy(), temperature=math.inf)),
     ],
-    ids=["too few ids", "not what credit was for", "no prompt", "all delivered", "outside the vocabulary"],
+    ids=["too few ids", "not what credit was for", "no prompt", "all delivered", "outside the vocabulary", "sampling"],
 )
 def test_a_prefill_that_contradicts_itself_fails_the_attempt(p: Prefiller, message: Prefill) -> None:
     p.credit()

@@ -98,7 +98,10 @@ def test_messages_are_not_changed_by_rendering() -> None:
         "{{ 'a' | center(999999999) }}",
         "{{ 'a'.ljust(999999999) }}",
         "{{ '%999999999d' % 1 }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '%(a)999999999d' | format(a=1) }}",
         "{{ '{:999999999}'.format(1) }}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(20) %}{% set n.x = [n.x] * 9 %}{% endfor %}{{ n.x | tojson }}",
         "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
         "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -137,3 +140,10 @@ def test_a_template_that_fails_names_the_reason(source: str) -> None:
 def test_a_template_of_great_length_is_refused_unread() -> None:
     with pytest.raises(ModelError, match=str(MAX_SOURCE_CHARS)):
         ChatTemplate("x" * (MAX_SOURCE_CHARS + 1), {})
+
+
+def test_the_format_filter_and_tojson_do_what_jinja_and_json_do() -> None:
+    assert render("{{ '%s and %03d' | format('a', 7) }}") == "a and 007"
+    assert render("{{ '%(x)s' | format(x=1) }}") == "1"
+    assert render("{{ {'b': [1, none, 'é'], 'a': {}} | tojson }}") == '{"b": [1, null, "é"], "a": {}}'
+    assert render("{{ {'a': [1]} | tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
