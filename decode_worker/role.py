@@ -185,6 +185,9 @@ class DecodeRole(RoleBase[HeldDecode]):
             held = self._held.get(output.key)
             if held is None or held.state not in (DecodeState.DECODING, DecodeState.PREFILLING):
                 continue  # released while the step ran
+            if output.failed:
+                self._fail_not_finite(output.key)
+                continue
             router, key = output.key.router_incarnation, output.key.key
             held.num_computed_tokens = output.num_computed_tokens
             if output.started and held.state is DecodeState.PREFILLING:

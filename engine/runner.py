@@ -13,7 +13,8 @@ class Runner(Protocol):
     def execute(self, batch: Batch) -> list[int | None]:
         """Compute the batch, write the new KV into the rows' blocks; blocking.
 
-        Returns one entry per scheduled row: the sampled next token where `ScheduledRow.samples`, else None.
+        Returns one entry per scheduled row: the sampled next token where `ScheduledRow.samples`, else None. None for a
+        row that samples: its logits are not finite, and there is no honest token.
         Raises whatever the backend raises; the worker is lost then.
         """
         ...

@@ -32,20 +32,18 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (state >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, params: Sequence[tuple[Sampling, float]]) -> list[int]:
+def sample(logits: Tensor, params: Sequence[tuple[Sampling, float]]) -> list[int | None]:
     """Choose one token per row of `logits` `[num_rows, vocab]` float32; params: its Sampling and its uniform number.
 
-    Ties go to the smaller id. Raises ValueError when a row's logits are not finite: then its KV was not what it
-    should have been, and any token would be a lie.
+    Ties go to the smaller id. None where a row's logits are not finite: its KV was not what it should have been, or
+    its numbers overflowed, and any token would be a lie.
     """
     best = logits.argmax(dim=-1)
-    peaks = logits.gather(1, best.unsqueeze(1)).squeeze(1)
-    if not bool(torch.isfinite(peaks).all()):
-        raise ValueError("logits are not finite")
+    finite: list[bool] = logits.gather(1, best.unsqueeze(1)).squeeze(1).isfinite().tolist()
     greedy: list[int] = best.tolist()
     return [
-        token_id if s.temperature == 0 else draw(row, s, u)
-        for token_id, row, (s, u) in zip(greedy, logits, params, strict=True)
+        None if not sound else token_id if s.temperature == 0 else draw(row, s, u)
+        for sound, token_id, row, (s, u) in zip(finite, greedy, logits, params, strict=True)
     ]
 
 

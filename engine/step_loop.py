@@ -29,7 +29,8 @@ class RowOutput:
     """What a step did for one row.
 
     token_id and index (in the answer, over all attempts) are None for a chunk that did not end the prompt.
-    finish: why the answer ended with this token. started: this was the row's first step.
+    finish: why the answer ended with this token. started: this was the row's first step. failed: a token was due, but
+    the row's logits are not finite; it has left the loop.
     """
 
     key: AttemptKey
@@ -38,6 +39,7 @@ class RowOutput:
     num_computed_tokens: int
     finish: FinishReason | None
     started: bool
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ class StepLoop:
             if self._rows.get(row.key) is not row:
                 continue  # removed while the step ran
             row.num_computed_tokens = scheduled.end
+            failed = scheduled.samples and token_id is None
             index = finish = None
             if token_id is not None:
                 index = row.num_output_tokens
@@ -170,10 +173,10 @@ class StepLoop:
                 finish = row.finish_reason()
             started = row.key not in self._started
             self._started.add(row.key)
-            if finish is not None or (token_id is not None and row.prefill_only):
+            if failed or finish is not None or (token_id is not None and row.prefill_only):
                 del self._rows[row.key]
                 self._started.discard(row.key)
-            outputs.append(RowOutput(row.key, index, token_id, row.num_computed_tokens, finish, started))
+            outputs.append(RowOutput(row.key, index, token_id, row.num_computed_tokens, finish, started, failed))
         return StepResult(outputs, duration_s)
 
     def _let_go(self) -> None:

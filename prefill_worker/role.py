@@ -140,6 +140,9 @@ class PrefillRole(RoleBase[HeldPrefill]):
             held = self._held.get(output.key)
             if held is None or held.state is not PrefillState.RUNNING:
                 continue  # released while the step ran
+            if output.failed:
+                self._fail_not_finite(output.key)
+                continue
             if output.started:
                 held.started_at = step_started_at
             self._on_chunk(output.key, held, output)

@@ -10,7 +10,7 @@
 
 I1 to I4 are checked per stream by `StreamChecker`, I5 over the workers' counters by `check_baseline`. I6 cannot be seen
 in a stream by itself: tests fill granted blocks with NaN (`engine.nan_fill`), so that KV which was never committed
-breaks I4 or ends the worker.
+breaks I4 or is counted in `non_finite_logits`, which `check_baseline` does not allow either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.v1 import worker_pb2 as worker
 
 
 class StreamViolation(AssertionError):
-    """A stream or a worker broke a promise; the message begins with its number (I1 ... I5)."""
+    """A stream or a worker broke a promise; the message begins with its number (I1 ... I6)."""
 
 
 @dataclass(slots=True)
@@ -173,8 +173,11 @@ class Baseline:
 def check_baseline(baseline: Baseline, stats: worker.GetStatsResponse, *, new_fds: int = 0, new_tasks: int = 0) -> None:
     """Check that a worker holds no more than `baseline`; raises StreamViolation (I5) that lists everything left over.
 
+    It does not allow rows without finite logits either (I6): in tests they have read KV that was never committed.
     new_fds, new_tasks: allowance for what may stay by design, such as the connection to a peer first met in between.
     """
+    num_not_finite = stats.counters.get("non_finite_logits", 0)
+    _require(num_not_finite == 0, "I6", f"{stats.worker_id}: {num_not_finite} rows without finite logits")
     problems = _busy(stats)
     for name, before, after in (
         ("memfds", baseline.num_memfds, stats.num_memfds),

@@ -157,6 +157,11 @@ class RoleBase(ABC, Generic[HeldT]):
         self._outlet.send(attempt.router_incarnation, Failed(attempt.key, reason, detail, peer_worker_id))
         self._close(attempt)
 
+    def _fail_not_finite(self, attempt: AttemptKey) -> None:
+        """The model gave no token that can be told; only this attempt is wrong, its neighbours go on."""
+        self._counters["non_finite_logits"] += 1
+        self._fail(attempt, FailureReason.INTERNAL, "the model's logits are not finite")
+
     def on_failed(self, attempt: AttemptKey, reason: int, detail: str, peer_worker_id: str) -> None:
         """The transfer of an attempt failed; the router avoids the pair and re-runs."""
         self._fail(attempt, FailureReason(reason), detail, peer_worker_id)

@@ -211,6 +211,16 @@ def test_local_prefill_starts_at_the_grant_and_reports_its_times(d: Decoder) -> 
     d.around.assert_baseline(d.role)
 
 
+def test_a_row_without_finite_logits_fails_its_attempt_and_gives_its_blocks_back(d: Decoder) -> None:
+    d.committed()
+    d.role.publish(step(output(d.attempt, 11, failed=True)))
+    (failed,) = d.around.outlet.take()
+    assert isinstance(failed, Failed) and failed.reason is FailureReason.INTERNAL and "finite" in failed.detail
+    assert d.role.counters["non_finite_logits"] == 1
+    d.around.engine.end_step()
+    d.around.assert_baseline(d.role)
+
+
 def test_a_commit_after_the_lease_ran_out_is_refused(d: Decoder) -> None:
     d.role.receive(ROUTER, reserve(d.key))
     d.around.clock.now += LEASE_S + 0.1

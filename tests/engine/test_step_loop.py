@@ -163,6 +163,23 @@ async def test_a_row_that_only_prefills_leaves_with_its_first_token() -> None:
     assert stage.loop.num_decode_tokens == stage.loop.num_decode_calls == 0
 
 
+async def test_a_row_without_finite_logits_fails_alone() -> None:
+    class PoisonedRunner(FakeRunner):
+        def execute(self, batch: Batch) -> list[int | None]:
+            tokens = super().execute(batch)
+            return [None if s.row.key == attempt_key(0) else t for s, t in zip(batch.rows, tokens, strict=True)]
+
+    runner = PoisonedRunner(memoryview(bytearray(NUM_BLOCKS * LAYOUT.block_nbytes)), NUM_BLOCKS, LAYOUT)
+    stage = Stage(runner, chunk_size=8)
+    async with running(stage.loop):
+        for number in range(2):
+            stage.loop.add(stage.row(number, 12, 4))
+        await stage.wait_until_empty()
+    assert [o.failed for o in stage.outputs(0)] == [False, True]
+    assert [o.token_id is None for o in stage.outputs(0)] == [True, True]
+    assert not any(o.failed for o in stage.outputs(1)) and stage.outputs(1)[-1].finish is FinishReason.LENGTH
+
+
 async def test_a_committed_row_costs_no_prefill() -> None:
     stage = Stage(fake_runner())
     row = stage.row(0, 6, 8)

@@ -186,6 +186,7 @@ def output(
     token_id: int | None = None,
     finish: FinishReason | None = None,
     started: bool = False,
+    failed: bool = False,
 ) -> RowOutput:
     return RowOutput(
         key=attempt,
@@ -194,6 +195,7 @@ def output(
         num_computed_tokens=num_computed_tokens,
         finish=finish,
         started=started,
+        failed=failed,
     )
 
 
