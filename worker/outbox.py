@@ -28,6 +28,7 @@ class Outbox:
         self._rows: dict[RequestKey, StepRow] = {}
         self._after_rows: deque[WorkerMessage] = deque()
         self._load_wanted = False
+        self._greeted = False
         self.overflowed = False
 
     def __bool__(self) -> bool:
@@ -54,9 +55,15 @@ class Outbox:
         self._load_wanted = True
 
     def take(self, load: Callable[[], LoadReport]) -> list[WorkerMessage]:
-        """Everything that waits, in writing order; `load` makes a wanted report. Leaves the box empty."""
-        messages: list[WorkerMessage] = [load()] if self._load_wanted else []
-        messages += self._control
+        """Everything that waits, in writing order; `load` makes a wanted report. Leaves the box empty.
+
+        A session opens with a load report. Later ones follow the refusals that they answer: ahead of them, the router
+        would not know that it has been told of the room already.
+        """
+        messages: list[WorkerMessage] = list(self._control)
+        if self._load_wanted:
+            messages.insert(len(messages) if self._greeted else 0, load())
+            self._greeted = True
         messages += [Step(rows) for rows in _split(list(self._rows.values()))]
         messages += self._after_rows
         self._control.clear()

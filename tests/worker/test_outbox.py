@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.messages import CreditGranted, Failed, FailureReason, Finished, Step, StepRow
+from tandem.messages import CreditGranted, Failed, FailureReason, Finished, RefusalReason, Refused, Step, StepRow
 from tandem.types import FinishReason, LoadReport
 from tests.support.fake_parts import request_key
 from worker.outbox import MAX_CONTROL_MESSAGES, MAX_STEP_ROWS, MAX_STEP_TOKENS, Outbox
@@ -15,7 +15,7 @@ def take(box: Outbox) -> list[object]:
     return list(box.take(lambda: LOAD))
 
 
-def test_the_load_report_comes_first_then_control_then_tokens() -> None:
+def test_a_session_opens_with_the_load_report_and_later_ones_follow_control() -> None:
     box = Outbox()
     box.put(Step((StepRow(A, 0, (1,)),)))
     box.put(CreditGranted(B, 10.0))
@@ -23,6 +23,10 @@ def test_the_load_report_comes_first_then_control_then_tokens() -> None:
     box.want_load()
     assert take(box) == [LOAD, CreditGranted(B, 10.0), Step((StepRow(A, 0, (1,)),))]
     assert not box and take(box) == []
+    refused = Refused(A, RefusalReason.NO_ROOM)
+    box.want_load()
+    box.put(refused)
+    assert take(box) == [refused, LOAD]
 
 
 def test_steps_that_were_not_written_become_one_message() -> None:
