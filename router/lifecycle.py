@@ -17,39 +17,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from dataclasses import dataclass, field
 from random import Random
 
 from router.admission import Line
 from router.answer import Answer
+from router.attempt import Again, Attempt, raise_if_over
 from router.client_stream import ClientStream
-from router.inbox import Event, Inbox, Lost, Tokens
-from router.placement import Need, Refusals, blocks_of, choose_decode, choose_prefill, never_fits, pool_is_gone
+from router.inbox import Event, Tokens
+from router.placement import Need, blocks_of
 from router.ports import Cluster, Worker
 from router.request import ResolvedRequest
+from router.search import WorkerSearch
 from router.timeline import AttemptTimes, TimelineRecorder
 from tandem.config import TimingConfig
 from tandem.errors import (
     Cancelled,
     CorruptBlock,
     DeadlineExceeded,
-    InvalidRequest,
     KVTransferError,
-    LayoutMismatch,
     TandemError,
-    Unavailable,
     WorkerLost,
 )
 from tandem.messages import (
     Committed,
     Credit,
     CreditGranted,
-    Failed,
-    FailureReason,
     Finished,
     FirstToken,
-    Preempted,
     Prefill,
     RefusalReason,
     Refused,
@@ -60,35 +54,6 @@ from tandem.states import RequestState, advance
 from tandem.types import RequestKey, Role
 
 log = logging.getLogger(__name__)
-
-
-class _Again(Exception):
-    """The attempt is over without anybody's loss: refused or preempted. It costs nothing of the retry budget."""
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """One try: its key, its messages, and who holds something for it."""
-
-    key: RequestKey
-    token_ids: tuple[int, ...]
-    need: Need
-    times: AttemptTimes
-    inbox: Inbox = field(default_factory=Inbox)
-    prefill: Worker | None = None
-    decode: Worker | None = None
-    first_token_seen: bool = False
-    commit_due_at: float | None = None
-
-    def release(self) -> None:
-        """Give everything back; idempotent."""
-        self.release_prefill()
-        if self.decode is not None:
-            self.decode.close(self.key)
-
-    def release_prefill(self) -> None:
-        if self.prefill is not None:
-            self.prefill.close(self.key)
 
 
 class Lifecycle:
@@ -115,15 +80,11 @@ class Lifecycle:
         self._answer = answer
         self._out = out
         self._cluster = cluster
-        self._line = line
         self._timing = timing
-        self._queue_ttl_s = queue_ttl_s
-        self._rng = rng
+        self._search = WorkerSearch(request.arrival, cluster, line, queue_ttl_s, rng)
         self._timeline = TimelineRecorder(request.arrived_at)
-        self._refusals = Refusals()
         self._num_attempts = 0
         self._num_failures = 0
-        self._waiting_for = ""
 
     # ---- the whole life
 
@@ -136,7 +97,7 @@ class Lifecycle:
             self._answer.finish(self._timeline.to_wire(len(self._answer.token_ids), self._now()))
             self._advance(RequestState.FINISHED)
         except TimeoutError:
-            waiting = f", waiting because {self._waiting_for}" if self._waiting_for else ""
+            waiting = f", waiting because {self._search.waiting_because}" if self._search.waiting_because else ""
             self._fail(
                 RequestState.ABORTED,
                 DeadlineExceeded(
@@ -150,11 +111,11 @@ class Lifecycle:
         except Exception as exc:
             self._fail(RequestState.FAILED, exc)
         finally:
-            self._line.leave(self._request.arrival)
+            self._search.leave()
 
     async def _attempt(self) -> None:
         """One try, top to bottom. Whatever way it ends, both workers are released."""
-        first = await self._in_turn()
+        first = await self._search.first_worker(self._need(aggregated=False), self._need(aggregated=True))
         attempt = self._new_attempt(aggregated=first.info.role is Role.DECODE)
         try:
             if attempt.times.aggregated:
@@ -162,13 +123,18 @@ class Lifecycle:
             else:
                 granted = await self._credit(attempt, first)
                 if attempt.need.num_decode_tokens:
-                    await self._reserve(attempt, self._partner_of(first, attempt.need), granted.capability)
-            self._line.leave(self._request.arrival)
+                    partner = self._search.partner_of(first, attempt.need)
+                    if partner is None:
+                        raise Again("no decode worker may be asked now")
+                    await self._reserve(attempt, partner, granted.capability)
+            self._search.leave()
             self._start_prefill(attempt)
             await self._follow(attempt)
-        except _Again as exc:
+        except Again as exc:
             self._requeue(attempt, str(exc), lost=False)
         except (WorkerLost, KVTransferError) as exc:
+            if isinstance(exc, KVTransferError) and not isinstance(exc, CorruptBlock) and attempt.pair is not None:
+                self._cluster.avoid(*attempt.pair)
             self._requeue(attempt, str(exc), lost=True)
             self._num_failures += 1
             if self._num_failures > self._timing.retry_budget:
@@ -178,33 +144,6 @@ class Lifecycle:
 
     # ---- QUEUED
 
-    async def _in_turn(self) -> Worker:
-        """Wait in line until a worker may be asked: a prefill worker, or a decode worker in aggregated mode.
-
-        Raises Unavailable when a needed pool is gone for queue_ttl_s, InvalidRequest for what no worker can hold.
-        """
-        gone_since: float | None = None
-        while True:
-            aggregated = self._cluster.prefill_target == 0
-            need = self._need(aggregated)
-            self._check_fits(need, aggregated)
-            prefills, decodes = self._cluster.prefill_workers, self._cluster.decode_workers
-            gone = pool_is_gone(prefills, decodes, need, aggregated)
-            if gone is None:
-                gone_since = None
-            else:
-                gone_since = self._now() if gone_since is None else gone_since
-                if self._now() - gone_since >= self._queue_ttl_s:
-                    raise Unavailable(f"{gone}, for {self._queue_ttl_s:g} s now")
-            self._waiting_for = gone or "no worker had room"
-            if gone is None and self._line.may_ask(self._request.arrival):
-                worker = self._choose(need, aggregated)
-                if worker is not None:
-                    self._waiting_for = ""
-                    return worker
-            give_up_at = math.inf if gone_since is None else gone_since + self._queue_ttl_s
-            await self._line.wait(self._request.arrival, min(give_up_at, self._cluster.next_reunion_at))
-
     def _need(self, aggregated: bool) -> Need:
         num_prompt_tokens = len(self._request.prompt_token_ids)
         solo = self._answer.num_remaining == 1 and not aggregated
@@ -213,41 +152,18 @@ class Lifecycle:
             num_decode_tokens=0 if solo else num_prompt_tokens + self._request.sampling.max_tokens,
         )
 
-    def _check_fits(self, need: Need, aggregated: bool) -> None:
-        problem = never_fits(self._cluster.decode_workers, need.num_decode_tokens, self._refusals)
-        if problem is None and not aggregated:
-            problem = never_fits(self._cluster.prefill_workers, need.num_prefill_tokens, self._refusals)
-        if problem is not None:
-            if self._answer.token_ids:
-                raise Unavailable(f"the answer cannot go on: {problem}")
-            raise InvalidRequest("sampling.max_tokens", f"prompt and max_tokens: {problem}")
-
-    def _choose(self, need: Need, aggregated: bool) -> Worker | None:
-        cluster = self._cluster
-        decodes = cluster.decode_workers
-        if aggregated:
-            return choose_decode(decodes, None, need, self._refusals, (), self._rng)
-        return choose_prefill(cluster.prefill_workers, decodes, need, self._refusals, cluster.avoided_pairs, self._rng)
-
-    def _partner_of(self, prefill: Worker, need: Need) -> Worker:
-        cluster = self._cluster
-        worker = choose_decode(cluster.decode_workers, prefill, need, self._refusals, cluster.avoided_pairs, self._rng)
-        if worker is None:
-            raise _Again("no decode worker may be asked now")
-        return worker
-
-    def _new_attempt(self, aggregated: bool) -> _Attempt:
+    def _new_attempt(self, aggregated: bool) -> Attempt:
         """The number rises with every try, refused ones included: it is what fences them from each other."""
         self._num_attempts += 1
-        return _Attempt(
+        return Attempt(
             key=RequestKey(self._request.request_id, self._choice, self._num_attempts),
             token_ids=(*self._request.prompt_token_ids, *self._answer.token_ids),
             need=self._need(aggregated),
             times=AttemptTimes(self._num_attempts, aggregated, asked_at=self._now()),
         )
 
-    async def _credit(self, attempt: _Attempt, worker: Worker) -> CreditGranted:
-        """Blocks for the whole prompt on the prefill worker. Raises _Again when it refuses."""
+    async def _credit(self, attempt: Attempt, worker: Worker) -> CreditGranted:
+        """Blocks for the whole prompt on the prefill worker. Raises Again when it refuses."""
         num_tokens = attempt.need.num_prefill_tokens
         attempt.prefill = worker
         attempt.times.prefill_worker = worker.info
@@ -259,8 +175,8 @@ class Lifecycle:
         self._note_cached(event.num_cached_tokens)
         return event
 
-    async def _reserve(self, attempt: _Attempt, worker: Worker, capability: bytes = b"") -> None:
-        """Blocks for the whole request on the decode worker. Raises _Again when it refuses."""
+    async def _reserve(self, attempt: Attempt, worker: Worker, capability: bytes = b"") -> None:
+        """Blocks for the whole request on the decode worker. Raises Again when it refuses."""
         attempt.decode = worker
         attempt.times.decode_worker = worker.info
         num_tokens = attempt.need.num_decode_tokens
@@ -284,7 +200,7 @@ class Lifecycle:
             self._note_cached(event.num_cached_tokens)
         self._advance(RequestState.RESERVED)
 
-    async def _reply(self, attempt: _Attempt, worker: Worker) -> Event:
+    async def _reply(self, attempt: Attempt, worker: Worker) -> Event:
         """The worker's answer to what it was asked. Raises WorkerLost when there is none."""
         try:
             async with asyncio.timeout(self._timing.reply_timeout_s):
@@ -292,9 +208,9 @@ class Lifecycle:
                     source, event = await attempt.inbox.next()
                     if source == worker.worker_id and isinstance(event, CreditGranted | ReservationGranted | Refused):
                         return event
-                    self._raise_if_over(attempt, source, event)
+                    raise_if_over(attempt, source, event)
         except TimeoutError as exc:
-            self._refusals.note(worker)
+            self._search.refusals.note(worker)
             raise WorkerLost(worker.worker_id, f"no answer within {self._timing.reply_timeout_s:g} s") from exc
 
     def _refused(self, worker: Worker, event: Event) -> Exception:
@@ -302,12 +218,12 @@ class Lifecycle:
             return WorkerLost(worker.worker_id, f"answers with {type(event).__name__}")
         if event.reason is RefusalReason.INVALID:
             return TandemError(f"{worker.worker_id} refuses the request as invalid: {event.detail}")
-        self._refusals.note(worker, for_good=event.reason is RefusalReason.TOO_LARGE)
-        return _Again(f"{worker.worker_id} refused: {event.detail}")
+        self._search.refusals.note(worker, for_good=event.reason is RefusalReason.TOO_LARGE)
+        return Again(f"{worker.worker_id} refused: {event.detail}")
 
     # ---- PREFILLING, TRANSFERRING, DECODING
 
-    def _start_prefill(self, attempt: _Attempt) -> None:
+    def _start_prefill(self, attempt: Attempt) -> None:
         """Both grants are there. A decode worker that prefills has begun by itself."""
         self._timeline.begin(attempt.times, self._now())
         if attempt.prefill is not None:
@@ -322,7 +238,7 @@ class Lifecycle:
             )
         self._advance(RequestState.PREFILLING)
 
-    async def _follow(self, attempt: _Attempt) -> None:
+    async def _follow(self, attempt: Attempt) -> None:
         """Deliver tokens as they come, until the answer ends. Raises what ends the attempt before that."""
         while self._answer.reason is None:
             source, event = await self._next_event(attempt)
@@ -335,25 +251,23 @@ class Lifecycle:
                     case Finished():
                         raise WorkerLost(source, f"finished after {event.num_output_tokens} tokens, others are missing")
                     case _:
-                        self._raise_if_over(attempt, source, event)
+                        raise_if_over(attempt, source, event)
             elif isinstance(event, FirstToken) and attempt.prefill is not None:
                 self._on_first_token(attempt, attempt.prefill, event)
             elif self.state is not RequestState.DECODING:
-                self._raise_if_over(attempt, source, event)
+                raise_if_over(attempt, source, event)
             # else: the prefill worker was lost after the commit, it is not needed any more
 
-    async def _next_event(self, attempt: _Attempt) -> tuple[str, Event]:
+    async def _next_event(self, attempt: Attempt) -> tuple[str, Event]:
         try:
             async with asyncio.timeout_at(attempt.commit_due_at):
                 return await attempt.inbox.next()
         except TimeoutError as exc:
-            assert attempt.prefill is not None and attempt.decode is not None
-            self._cluster.avoid(attempt.prefill.worker_id, attempt.decode.worker_id)
-            raise KVTransferError(
-                attempt.prefill.worker_id, f"{attempt.decode.worker_id} has not committed in time"
-            ) from exc
+            assert attempt.pair is not None
+            prefill_id, decode_id = attempt.pair
+            raise KVTransferError(prefill_id, f"{decode_id} has not committed in time") from exc
 
-    def _on_first_token(self, attempt: _Attempt, prefill: Worker, token: FirstToken) -> None:
+    def _on_first_token(self, attempt: Attempt, prefill: Worker, token: FirstToken) -> None:
         """Deliver it while the last chunk is still being copied."""
         if attempt.first_token_seen:
             raise WorkerLost(prefill.worker_id, "sends FirstToken twice")
@@ -372,7 +286,7 @@ class Lifecycle:
         share_to_copy = (num_chunks - min(token.num_overlapped_chunks, num_chunks - 1)) / num_chunks
         return self._timing.commit_overdue_s + token.prefill_s * share_to_copy + decode.load.announced_step_s
 
-    def _on_committed(self, attempt: _Attempt, committed: Committed) -> None:
+    def _on_committed(self, attempt: Attempt, committed: Committed) -> None:
         """The decode worker has it all; the prefill worker is not needed any more."""
         self._timeline.on_committed(committed, self._now())
         self._advance(RequestState.DECODING)
@@ -380,7 +294,7 @@ class Lifecycle:
         if attempt.first_token_seen:
             attempt.release_prefill()
 
-    def _on_step(self, attempt: _Attempt, decode: Worker, index: int, token_ids: tuple[int, ...]) -> None:
+    def _on_step(self, attempt: Attempt, decode: Worker, index: int, token_ids: tuple[int, ...]) -> None:
         if attempt.times.aggregated and self.state is RequestState.PREFILLING:
             self._timeline.on_local_prefill(self._now())
             self._advance(RequestState.DECODING)
@@ -395,34 +309,9 @@ class Lifecycle:
         if num_new := self._answer.accept(index, token_ids):
             self._timeline.on_tokens(num_before, num_new, self._now())
 
-    def _raise_if_over(self, attempt: _Attempt, source: str, event: Event) -> None:
-        """Raise what `event` means for the attempt: none of these is part of its normal course."""
-        match event:
-            case Lost(detail):
-                raise WorkerLost(source, detail)
-            case Preempted():
-                raise _Again(f"{source} preempted it")
-            case Failed():
-                raise self._failure(attempt, source, event)
-            case _:
-                raise WorkerLost(source, f"sends {type(event).__name__} out of turn")
-
-    def _failure(self, attempt: _Attempt, source: str, failed: Failed) -> TandemError:
-        pair = attempt.prefill is not None and attempt.decode is not None
-        match failed.reason:
-            case FailureReason.CORRUPT if pair:
-                return CorruptBlock(failed.peer_worker_id or source, failed.detail)
-            case FailureReason.TRANSFER | FailureReason.LAYOUT_MISMATCH if pair:
-                assert attempt.prefill is not None and attempt.decode is not None
-                self._cluster.avoid(attempt.prefill.worker_id, attempt.decode.worker_id)
-                kind = LayoutMismatch if failed.reason is FailureReason.LAYOUT_MISMATCH else KVTransferError
-                return kind(failed.peer_worker_id or source, failed.detail)
-            case _:
-                return WorkerLost(source, f"{failed.reason.name.lower()}: {failed.detail}")
-
     # ---- bookkeeping
 
-    def _requeue(self, attempt: _Attempt, reason: str, *, lost: bool) -> None:
+    def _requeue(self, attempt: Attempt, reason: str, *, lost: bool) -> None:
         log.info("%s: %s", attempt.key, reason)
         if self.state is not RequestState.QUEUED:
             self._advance(RequestState.QUEUED)

@@ -89,8 +89,13 @@ class GenerationServicer(rpc.GenerationServiceServicer):
         except Exception as exc:
             error = exc
         if error is not None:
-            async with asyncio.timeout(ABORT_PATIENCE_S):
-                await abort(context, error)
+            try:
+                async with asyncio.timeout(ABORT_PATIENCE_S):
+                    await abort(context, error)
+            except (TimeoutError, grpc.aio.InternalError):
+                # the client has stopped reading (the status waits behind what it has not read) or is gone; grpc takes
+                # a handler that is cancelled for over, and any other exception for a bug
+                raise asyncio.CancelledError from None
 
     async def _generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         parts = self._parts

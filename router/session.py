@@ -174,9 +174,6 @@ class WorkerLink:
                     await self._serve(stream)
             except SessionBroken as exc:
                 log.debug("worker %s: %s", self.worker_id, exc)
-            except Exception:
-                log.exception("session with %s", self.worker_id)
-                self._end_session("a bug in the router ended the session")
             if self._leaving:
                 return
             answered = self.num_reports > num_reports
@@ -189,17 +186,23 @@ class WorkerLink:
         self._outbox.clear()
         self._outbox.append(Resync(tuple(self._inboxes)))
         self._wake.set()
+        # not a TaskGroup: one that fails swallows a cancellation that comes at the same moment
+        works = {
+            "writer": self._write_all(stream, session),
+            "reader": self._read_all(stream, session),
+            "failure detector": self._watch_progress(),
+            "leave": self._wait_to_leave(),
+        }
+        tasks = [asyncio.create_task(work, name=f"{self.worker_id} {name}") for name, work in works.items()]
         reason = OWN_CLOSE
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write_all(stream, session), name=f"{self.worker_id} session writer")
-                tasks.create_task(self._read_all(stream, session), name=f"{self.worker_id} session reader")
-                tasks.create_task(self._watch_progress(), name=f"{self.worker_id} failure detector")
-                tasks.create_task(self._wait_to_leave(), name=f"{self.worker_id} leave")
-        except* SessionBroken as group:
-            reason = str(group.exceptions[0])
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = _reason(done.pop())
         finally:
             self._end_session(reason)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _end_session(self, reason: str) -> None:
         """Whatever was on the session is lost. Idempotent."""
@@ -330,6 +333,15 @@ class WorkerLink:
             if unchanged_s > limit_s:
                 self._hung_at_progress = progress
                 raise SessionBroken(f"no progress for {unchanged_s:.1f} s")
+
+
+def _reason(ended: asyncio.Task[None]) -> str:
+    """Why a task of a session has ended."""
+    exc = ended.exception()
+    if isinstance(exc, SessionBroken):
+        return str(exc)
+    log.error("%s failed", ended.get_name(), exc_info=exc)
+    return "a bug in the router ended the session"
 
 
 def split(message: Reserve | Prefill) -> tuple[list[PromptSegment], Reserve | Prefill]:

@@ -62,6 +62,7 @@ STEP_S = 0.01
 COPY_S = 0.01
 VOCAB_SIZE = 200
 EOS_ID = 0
+FIT = b"fit"
 
 
 def next_token(token_ids: tuple[int, ...]) -> int:
@@ -145,7 +146,14 @@ class FakeWorker(ABC):
     letter: str
     role: Role
 
-    def __init__(self, network: Network, number: int, num_blocks: int, workers: dict[str, FakeWorker]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        number: int,
+        num_blocks: int,
+        workers: dict[str, FakeWorker],
+        compatibility_hash: bytes = FIT,
+    ) -> None:
         self.network = network
         self.num_blocks = num_blocks
         self.num_free = num_blocks
@@ -175,7 +183,7 @@ class FakeWorker(ABC):
             role=self.role,
             endpoint=endpoint,
             pid=number,
-            compatibility_hash=b"same",
+            compatibility_hash=compatibility_hash,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=1 << 20,

@@ -27,7 +27,7 @@ from tandem.states import RequestState
 from tandem.stream_checker import StreamChecker
 from tandem.types import AttemptKey, Directory, RequestKey, Sampling
 from tests.support.fake_network import Network
-from tests.support.fake_workers import FakeDecode, FakePrefill, FakeWorker, dialler, next_token
+from tests.support.fake_workers import EOS_ID, FIT, FakeDecode, FakePrefill, FakeWorker, dialler, next_token
 
 ROUTER = 4711
 # everything that may hold something lets go within a lease, the sweep's period and a redial
@@ -40,12 +40,12 @@ def prompt_of(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(1, 200) for _ in range(num_tokens))
 
 
-def answer_to(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+def answer_to(prompt: tuple[int, ...], max_tokens: int, stop_token_ids: tuple[int, ...] = ()) -> list[int]:
     """What an undisturbed run answers."""
-    ids = prompt
-    for _ in range(max_tokens):
-        ids = (*ids, next_token(ids))
-    return list(ids[len(prompt) :])
+    answer: list[int] = []
+    while len(answer) < max_tokens and not (answer and answer[-1] in stop_token_ids):
+        answer.append(next_token((*prompt, *answer)))
+    return answer
 
 
 class ObservedLifecycle(Lifecycle):
@@ -53,8 +53,13 @@ class ObservedLifecycle(Lifecycle):
 
     on_state: Callable[[RequestState], None] = staticmethod(lambda state: None)  # type: ignore[assignment]
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.changed = asyncio.Event()
+
     def _advance(self, state: RequestState) -> None:
         super()._advance(state)
+        self.changed.set()
         self.on_state(state)
 
 
@@ -66,7 +71,8 @@ class Run:
         self.life = life
         self.stream = stream
         self.error: Exception | None = None
-        expected = answer_to(request.prompt_token_ids, request.sampling.max_tokens)
+        sampling = request.sampling
+        expected = answer_to(request.prompt_token_ids, sampling.max_tokens, sampling.stop_token_ids)
         self.checker = StreamChecker(
             max_tokens=request.sampling.max_tokens,
             num_prompt_tokens=len(request.prompt_token_ids),
@@ -86,6 +92,13 @@ class Run:
             self.checker.fail(str(exc))
         self.checker.close()
 
+    async def enters(self, *states: RequestState) -> None:
+        """Wait until the request is in one of these states."""
+        while self.life.state not in states:
+            assert self.life.state.live, f"it is {self.life.state.value}: {self.stream.error}"
+            self.life.changed.clear()
+            await self.life.changed.wait()
+
     async def ended(self) -> None:
         """Wait for the terminal event, then for the lifecycle's own end."""
         await self.client
@@ -102,9 +115,10 @@ class RouterOverFakes:
         *,
         prefill: int = 1,
         decode: int = 1,
-        prefill_blocks: int = 64,
-        decode_blocks: int = 64,
+        prefill_blocks: int = 256,
+        decode_blocks: int = 256,
         prefill_target: int | None = None,
+        decode_hash: bytes = FIT,
         queue_ttl_s: float = 120.0,
         timing: TimingConfig | None = None,
     ) -> None:
@@ -123,7 +137,7 @@ class RouterOverFakes:
         for number in range(prefill):
             FakePrefill(self.network, number, prefill_blocks, self.workers)
         for number in range(decode):
-            FakeDecode(self.network, number, decode_blocks, self.workers)
+            FakeDecode(self.network, number, decode_blocks, self.workers, decode_hash)
         self.directory = StaticDirectory(self._directory())
         self.fleet = Fleet(self.directory, self.timing, ROUTER, dialler(self.workers), self.counters, self._on_change)
         self._changed = asyncio.Event()
@@ -226,6 +240,7 @@ class RouterOverFakes:
         deadline_s: float = 600.0,
         on_state: Callable[[RequestState], None] | None = None,
         slow_reader_tokens: int = SLOW_READER_TOKENS,
+        stop_token_ids: tuple[int, ...] = (EOS_ID,),
     ) -> Run:
         """A request arrives."""
         now = asyncio.get_running_loop().time()
@@ -233,7 +248,7 @@ class RouterOverFakes:
             request_id=request_id,
             arrival=len(self.runs),
             prompt_token_ids=prompt,
-            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, seed=7, stop_token_ids=(0,)),
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, seed=7, stop_token_ids=stop_token_ids),
             stop=(),
             arrived_at=now,
             deadline=now + deadline_s,

@@ -43,7 +43,19 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self._jumping.now
 
 
-def run_virtually(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` on a virtual-time loop of its own; debug checks for tasks that were never awaited stay on."""
+def run_virtually(main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
+    """Run `main` on a virtual-time loop of its own. Raises TimeoutError after limit_s of its time."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(limit_s):
+            return await main
+
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+        return runner.run(bounded())
+
+
+def jump(duration_s: float) -> None:
+    """Let time pass without anything happening in it, as when the process was stopped."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop._jumping.now += duration_s
