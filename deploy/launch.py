@@ -59,10 +59,16 @@ def settle(config: ClusterConfig, files: ModelFiles) -> ClusterConfig:
             raise ConfigError(f"{setting}: {host} is not loopback, and this build has neither TLS nor API keys yet")
     if router.grpc_port and router.grpc_port == control.port:
         raise ConfigError(f"router.grpc_port and control.port are both {control.port}")
-    if router.grpc_port:
-        check_free(router.host, router.grpc_port, "--grpc-port PORT (0: any)")
-    if control.port:
-        check_free(control.host, control.port, "--set control.port=PORT (0: any)")
+    try:
+        if router.grpc_port:
+            check_free(router.host, router.grpc_port, "--grpc-port PORT (0: any)")
+        if control.port:
+            check_free(control.host, control.port, "--set control.port=PORT (0: any)")
+    except ConfigError as exc:
+        old = record.load(config.name)
+        if old is not None and (old.starter_lives() or processes.members(old)):  # the port is its own
+            raise record.running_already(config.name) from exc
+        raise
     any_router, any_control = free_ports("127.0.0.1", 2)
     return config.model_copy(
         update={

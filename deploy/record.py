@@ -110,14 +110,19 @@ def create(name: str, temp_dir: str, join: JoinedRay | None = None) -> ClusterRe
     try:
         _write_private(record.path, json.dumps(asdict(record), indent=2))
     except FileExistsError as exc:
-        raise ConfigError(
-            f"cluster {name!r} is running already: see `tandem status`, end it with `tandem down`, "
-            "or start another with --set name=OTHER"
-        ) from exc
+        raise running_already(name) from exc
     for path in (record.secret_path, *(() if join else (own_token,))):
         path.unlink(missing_ok=True)
         _write_private(path, secrets.token_hex(32))
     return record
+
+
+def running_already(name: str) -> ConfigError:
+    """What to tell somebody who starts a cluster that runs."""
+    return ConfigError(
+        f"cluster {name!r} is running already: see `tandem status`, end it with `tandem down`, "
+        "or start another with --set name=OTHER --grpc-port 0 --set control.port=0"
+    )
 
 
 def load(name: str) -> ClusterRecord | None:

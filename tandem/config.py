@@ -5,6 +5,7 @@ Every default number is HANDOFF.md's. Environment variables are read in `tandem/
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -133,7 +134,9 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     if path is not None:
         try:
             loaded = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as exc:
+        except OSError as exc:
+            raise ConfigError(f"{path}: {exc.strerror}") from exc
+        except (UnicodeDecodeError, yaml.YAMLError) as exc:
             raise ConfigError(f"{path}: {exc}") from exc
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"{path}: expected a mapping of sections, found {type(loaded).__name__}")
@@ -150,4 +153,16 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as exc:
-        raise ConfigError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors())) from exc
+        raise ConfigError("; ".join(f"{'.'.join(map(str, e['loc']))}: {_problem(e)}" for e in exc.errors())) from exc
+
+
+def _problem(error: Any) -> str:
+    """What is wrong with one setting; for a key that does not exist, the ones that look like it."""
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"])
+    *parents, last = error["loc"]
+    section: Any = ClusterConfig
+    for part in parents:
+        section = section.model_fields[part].annotation
+    near = get_close_matches(str(last), section.model_fields, n=1)
+    return "there is no such setting" + (f"; did you mean {'.'.join((*parents, near[0]))}?" if near else "")

@@ -57,7 +57,9 @@ def up(
 
       tandem up --model ~/models/Qwen3-0.6B --prefill 2 --decode 2
 
-      tandem up --set engine.kv_cache_mib=1024 --set name=second --grpc-port 0
+      tandem up --set engine.kv_cache_mib=1024
+
+      tandem up --set name=second --grpc-port 0 --set control.port=0
 
     With --prefill 0 it runs aggregated: the decode workers prefill too.
     """

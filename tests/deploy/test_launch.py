@@ -56,6 +56,12 @@ def test_a_port_in_use_is_said_before_anything_starts(taken_port, key, flag):
         settle(load_config(None, {key: taken_port, other: 0}), FILES)
 
 
+def test_a_port_that_this_cluster_holds_already_is_said_so(taken_port, tmp_path):
+    record.create("default", str(tmp_path))
+    with pytest.raises(ConfigError, match="'default' is running already"):
+        settle(load_config(None, {"router.grpc_port": taken_port, "control.port": 0}), FILES)
+
+
 def test_one_port_cannot_serve_two_listeners():
     with pytest.raises(ConfigError, match="both 5000"):
         settle(load_config(None, {"router.grpc_port": 5000, "control.port": 5000}), FILES)
