@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pools.controller import Controller
-from pools.pool import PREFILL, ROUTER, WORKER_KINDS, Member, MemberState, Pool
+from pools.pool import DECODE, PREFILL, ROUTER, WORKER_KINDS, Member, MemberState, Pool
 from tandem.types import Directory, LoadReport, Role
 from tandem.v1 import cluster_pb2 as pb
 from tandem.wire import load_to_wire, role_to_wire, worker_info_to_wire
@@ -35,6 +35,9 @@ def status_to_wire(
     )
 
 
+NO_DECODE_DETAIL = "no decode worker is wanted: requests wait until the pool grows"
+
+
 def pool_to_wire(pool: Pool, now: float) -> pb.PoolStatus:
     """One pool's counts."""
     return pb.PoolStatus(
@@ -44,7 +47,7 @@ def pool_to_wire(pool: Pool, now: float) -> pb.PoolStatus:
         num_starting=len(pool.in_state(MemberState.STARTING)),
         num_draining=len(pool.in_state(MemberState.DRAINING)),
         num_losses=pool.num_losses,
-        detail=pool.detail(now),
+        detail=NO_DECODE_DETAIL if pool.kind == DECODE and pool.target == 0 else pool.detail(now),
     )
 
 

@@ -198,7 +198,10 @@ def _settled(pool: pb.PoolStatus) -> bool:
 
 def _pool_line(pool: pb.PoolStatus) -> str:
     line = f"{_ROLES[pool.role]} {pool.num_ready}/{pool.target}"
-    return f"{line} ({pool.num_draining} draining)" if pool.num_draining else line
+    notes = [f"{pool.num_draining} draining"] if pool.num_draining else []
+    if pool.role == pb.WORKER_ROLE_DECODE and pool.target == 0:
+        notes.append(pool.detail)
+    return f"{line} ({'; '.join(notes)})" if notes else line
 
 
 def parse_targets(targets: list[str]) -> dict[Role, int]:

@@ -119,6 +119,15 @@ async def test_scaling_answers_with_the_pool_and_refuses_what_is_wrong():
         assert controller.pools["decode"].target == 1
 
 
+async def test_a_decode_pool_of_none_says_that_requests_wait():
+    async with served(FakeRuntime()) as (_, channel, _):
+        stub = rpc.ClusterServiceStub(channel)
+        none = pb.ScalePoolRequest(role=pb.WORKER_ROLE_DECODE, target=0)
+        assert "requests wait" in (await stub.ScalePool(none, metadata=METADATA, timeout=5)).pool.detail
+        one = pb.ScalePoolRequest(role=pb.WORKER_ROLE_DECODE, target=1)
+        assert "requests wait" not in (await stub.ScalePool(one, metadata=METADATA, timeout=5)).pool.detail
+
+
 async def test_draining_an_unknown_worker_is_refused_by_name():
     async with served(FakeRuntime()) as (_, channel, _):
         stub = rpc.ClusterServiceStub(channel)
