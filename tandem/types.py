@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -120,7 +120,8 @@ class Directory:
     decode_target: int = 0
     sequence: int = 0
     controller_incarnation: int = 0
-    by_id: dict[str, WorkerInfo] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self) -> None:
-        self.by_id.update({w.worker_id: w for w in self.workers})
+    @property
+    def by_id(self) -> dict[str, WorkerInfo]:
+        """The workers by their ids."""
+        return {w.worker_id: w for w in self.workers}
